@@ -59,6 +59,10 @@ shell: ## a shell in the emulated machine
 lint: ## golangci-lint, fetched and built on first use
 	@scripts/lint.sh
 
+.PHONY: words
+words: ## words in comments that hide the actor, per package (scripts/words)
+	@go run ./scripts/words
+
 .PHONY: fuzz
 fuzz: ## every fuzz test for FUZZTIME (5m)
 	@FUZZTIME=$(FUZZTIME) scripts/fuzz.sh

@@ -13,34 +13,34 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 )
 
-// BootConfig says what Boot measures.
+// BootConfig configures Boot.
 type BootConfig struct {
 	Guest
-	// Program is one of the root filesystem that does nothing.
+	// Program is a program of the root filesystem that does nothing.
 	Program string
 	// Boots, Pings and Execs are how often each is measured.
 	Boots, Pings, Execs int
 }
 
-// BootReport is what Boot found.
+// BootReport is the result of Boot.
 type BootReport struct {
 	Memory uint64 `json:"memory_bytes"`
 	VCPUs  int    `json:"vcpus"`
-	// Floor is the least this host's KVM takes for any machine.
+	// Floor is the least time that this host's KVM takes for any machine.
 	Floor Summary `json:"floor"`
-	// Boot is from the call to the first answer of the guest's agent, the
-	// start of the vmm process and the packing of the agent included.
+	// Boot is the time from the call to the first answer of the guest's agent. It
+	// includes the start of the vmm process and the packing of the agent.
 	Boot Summary `json:"boot_to_first_answer"`
-	// Ping and Exec are round trips to a running guest: to its agent, and for
-	// a process from start to its exit status.
+	// Ping and Exec are times of round trips to a running guest: to its agent, and
+	// for a process from its start to its exit status.
 	Ping Summary `json:"warm_ping"`
 	Exec Summary `json:"warm_exec"`
-	// Noisy says that the floor varied so much that the numbers mean little.
+	// Noisy says that the floor varied too much for the numbers to be meaningful.
 	Noisy bool `json:"noisy"`
 }
 
-// Boot measures boot to first answer, warm ping and warm exec, the floor
-// sampled in between.
+// Boot measures boot to first answer, warm ping and warm exec. It samples the floor
+// in between.
 func Boot(ctx context.Context, cfg BootConfig) (_ BootReport, err error) {
 	report := BootReport{Memory: cfg.Memory, VCPUs: cfg.VCPUs}
 	floor, err := NewFloor()
@@ -76,7 +76,7 @@ func Boot(ctx context.Context, cfg BootConfig) (_ BootReport, err error) {
 		}
 		return nil
 	}
-	if err := sampleFloor(5); err != nil { // the first ones warm up caches
+	if err := sampleFloor(5); err != nil { // the first samples warm up caches
 		return report, err
 	}
 	floors = floors[:0]
@@ -108,7 +108,8 @@ func Boot(ctx context.Context, cfg BootConfig) (_ BootReport, err error) {
 	return report, nil
 }
 
-// warmUps are not counted: the guest pages in what it needs.
+// warmUps are repetitions that do not count, in which the guest pages its programs
+// in.
 const warmUps = 3
 
 func repeat(sample []time.Duration, n int, do func() error) ([]time.Duration, error) {

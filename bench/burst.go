@@ -12,9 +12,9 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// BurstReport is many claims of one pool of the manager, twice: first one after the
-// other, then all at once. No sandbox ends before the last claim is answered, and the
-// pool is full before each of the two.
+// BurstReport measures many claims of one pool of the manager twice: first one after
+// the other, then all at once. No sandbox ends before the last claim is answered, and
+// the pool is full before each of the two parts.
 type BurstReport struct {
 	Claims int       `json:"claims"`
 	Ready  int       `json:"ready"`
@@ -22,22 +22,22 @@ type BurstReport struct {
 	AtOnce BurstSide `json:"at_once"`
 }
 
-// BurstSide is one of the two.
+// BurstSide is the result of one part.
 type BurstSide struct {
-	// All is from the first call until the last answer, in milliseconds.
+	// All is the time from the first call to the last answer, in milliseconds.
 	All float64 `json:"all_ms"`
-	// Each is how long a claim took from its call.
+	// Each is the time of a claim from its call.
 	Each Summary `json:"each"`
-	// Forked is how many claims found no sandbox waiting.
+	// Forked is how many claims found no waiting sandbox.
 	Forked uint64 `json:"forked"`
 }
 
-// Ratio is how much longer the claims take at once than one after the other.
+// Ratio is the time of the claims at once, relative to that of the claims in a row.
 func (r *BurstReport) Ratio() float64 { return r.AtOnce.All / r.Row.All }
 
-// Median is which part of the whole the median claim waits, at once: about half of
-// it if claims are answered one after the other, all of it if they are answered
-// together in the end.
+// Median is the part of the whole time that the median claim waits, at once. It is
+// about half if claims are answered one after the other, and all of it if they are
+// answered together in the end.
 func (r *BurstReport) Median() float64 { return r.AtOnce.Each.P50 / r.AtOnce.All }
 
 func (r *BurstReport) print(w io.Writer) {
@@ -51,7 +51,7 @@ func (r *BurstReport) print(w io.Writer) {
 	fmt.Fprintf(w, "at once takes %.2f times as long as in a row (goal 1.3); its median claim %.2f of the whole (goal 0.6)\n", r.Ratio(), r.Median())
 }
 
-// burst makes claims in a row, and as many at once.
+// burst makes claims in a row, and then as many at once.
 func burst(ctx context.Context, from ForkConfig, cfg ClaimConfig) (_ *BurstReport, err error) {
 	count := &forkedClaims{Observer: sandbox.Observers()}
 	node, err := newNode(ctx, nodeConfig{
@@ -93,7 +93,7 @@ func burst(ctx context.Context, from ForkConfig, cfg ClaimConfig) (_ *BurstRepor
 	return r, nil
 }
 
-// measure makes n claims with run, pings what they made, and ends it.
+// measure makes n claims with run, pings their sandboxes, and ends them.
 func (s *BurstSide) measure(ctx context.Context, node *benchNode, name string, n int, run func(n int, do func(i int))) error {
 	took, errs := make([]time.Duration, n), make([]error, n)
 	key := func(i int) sandbox.Key { return benchKey(fmt.Sprintf("%s-%d", name, i)) }
@@ -113,7 +113,7 @@ func (s *BurstSide) measure(ctx context.Context, node *benchNode, name string, n
 	return errors.Join(errs...)
 }
 
-// end ends a sandbox that must still answer.
+// end ends a sandbox. The sandbox must still answer.
 func (n *benchNode) end(ctx context.Context, k sandbox.Key) error {
 	u, err := n.manager.Use(ctx, k)
 	if err == nil {
@@ -124,7 +124,7 @@ func (n *benchNode) end(ctx context.Context, k sandbox.Key) error {
 	return errors.Join(err, killErr)
 }
 
-// forkedClaims counts claims that found no sandbox waiting.
+// forkedClaims counts claims that found no waiting sandbox.
 type forkedClaims struct {
 	sandbox.Observer
 	n atomic.Uint64

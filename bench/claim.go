@@ -11,25 +11,25 @@ import (
 	"agentrun.dev/internal/engine/pool"
 )
 
-// ClaimConfig says what Claim measures.
+// ClaimConfig configures Claim.
 type ClaimConfig struct {
 	Guest
-	// Program is one of the root filesystem that does nothing.
+	// Program is a program of the root filesystem that does nothing.
 	Program string
-	// Count is how many claims are made one after the other, Ready how many
-	// sandboxes wait, Burst how many claims a burst has; 0 makes no burst.
+	// Count is how many claims are made one after the other. Ready is how many
+	// sandboxes wait. Burst is how many claims a burst has; 0 makes no burst.
 	Count, Ready, Burst int
-	// Spares is how many forks are half made, for when no sandbox waits. The burst
-	// has as many as a daemon's pool.
+	// Spares is how many spares wait, for claims that find no waiting sandbox. The
+	// burst has as many spares as a daemon's pool.
 	Spares int
-	// Starts is how many machines are started at once in the burst; 0 leaves that to
-	// the manager.
+	// Starts is how many machines are started at once in the burst; with 0 the
+	// manager decides.
 	Starts int
-	// Warm is as of a ForkConfig.
+	// Warm is the Warm of a ForkConfig.
 	Warm string
 }
 
-// ClaimReport is what it found. Times are from the call.
+// ClaimReport is the result of Claim. Times are from the call.
 type ClaimReport struct {
 	Engine string  `json:"engine"`
 	Memory uint64  `json:"memory_bytes"`
@@ -37,17 +37,18 @@ type ClaimReport struct {
 	Ready  int     `json:"ready"`
 	Spares int     `json:"shells"`
 	Floor  Summary `json:"floor"`
-	// Ping is a warm one, the measure of a claim: a claim returns when the
-	// sandbox's agent has confirmed its new identity. They take turns, and no
-	// sandbox is made meanwhile.
+	// Ping is a warm ping, to compare a claim with: a claim returns when the
+	// sandbox's agent has confirmed its new identity. Claims and pings alternate, and
+	// no sandbox is made meanwhile.
 	Ping  Summary `json:"warm_ping"`
 	Claim Summary `json:"claim"`
-	// Burst is many claims at once, through the manager; nil if none were made.
+	// Burst is the result of many claims at once, through the manager; nil without a
+	// burst.
 	Burst *BurstReport `json:"burst,omitempty"`
 	Noisy bool         `json:"noisy"`
 }
 
-// Claim measures claims of ready sandboxes: one by one of a pool without a manager,
+// Claim measures claims of ready sandboxes: one by one from a pool without a manager,
 // then a burst of them through the manager.
 func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
 	report := ClaimReport{Memory: cfg.Memory, VCPUs: cfg.VCPUs, Ready: cfg.Ready, Spares: cfg.Spares}
@@ -64,7 +65,7 @@ func Claim(ctx context.Context, cfg ClaimConfig) (_ ClaimReport, err error) {
 	return report, err
 }
 
-// oneByOne measures claims while no sandbox is made.
+// oneByOne measures single claims while no sandbox is made.
 func (r *ClaimReport) oneByOne(ctx context.Context, cfg ClaimConfig, from ForkConfig) (err error) {
 	source, err := newForkSource(ctx, from)
 	if err != nil {
@@ -100,10 +101,10 @@ func (r *ClaimReport) oneByOne(ctx context.Context, cfg ClaimConfig, from ForkCo
 
 type claimSamples struct{ floors, pings, claims []time.Duration }
 
-// row makes n claims one after the other, with a ping of the sandbox that was
-// claimed before it beside each, while no sandbox is made. What comes right after
-// the floor finds caches that another machine has filled: that is the claim's turn
-// and the ping's by turns.
+// row makes n claims one after the other. With each claim it pings the sandbox that
+// was claimed before. No sandbox is made meanwhile. The measurement right after the
+// floor finds caches that another machine has filled. So claim and ping take turns at
+// that place.
 func (s *claimSamples) row(ctx context.Context, ready *pool.Pool[engine.Sandbox, string], floor sampler, n int) (err error) {
 	release := ready.Hold()
 	defer release()

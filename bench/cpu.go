@@ -10,12 +10,12 @@ import (
 	"time"
 )
 
-// clockTick is the unit of processor time in /proc, USER_HZ: the same on all machines
-// that Linux runs on with x86 or ARM.
+// clockTick is the unit of processor time in /proc, USER_HZ. It is the same on all
+// Linux machines with x86 or ARM.
 const clockTick = time.Second / 100
 
-// familyCPU is the processor time that a process has used so far, with those that it has
-// started, directly or not, and with those of them that have ended and were waited for.
+// familyCPU is the processor time used so far by a process and its living
+// descendants. It includes descendants that have ended and were waited for.
 func familyCPU(pid int) (sum time.Duration, err error) {
 	list := []int{pid}
 	for i := 0; i < len(list); i++ {
@@ -23,10 +23,10 @@ func familyCPU(pid int) (sum time.Duration, err error) {
 		if err != nil && i == 0 {
 			return 0, err
 		}
-		sum += own + waited // nothing of a process that has ended meanwhile
+		sum += own + waited // 0 for a process that has ended meanwhile
 		tasks, _ := filepath.Glob("/proc/" + strconv.Itoa(list[i]) + "/task/*/children")
 		for _, t := range tasks {
-			b, _ := os.ReadFile(t) // a thread that has ended has none
+			b, _ := os.ReadFile(t) // a thread that has ended has no such file
 			for _, word := range strings.Fields(string(b)) {
 				if child, err := strconv.Atoi(word); err == nil {
 					list = append(list, child)
@@ -37,8 +37,8 @@ func familyCPU(pid int) (sum time.Duration, err error) {
 	return sum, nil
 }
 
-// processCPU is what a process itself has used, and what those of its children have that
-// have ended and were waited for.
+// processCPU returns the time that a process itself has used, and the time of its
+// children that have ended and were waited for.
 func processCPU(pid int) (own, waited time.Duration, err error) {
 	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
 	if err != nil {
@@ -48,9 +48,9 @@ func processCPU(pid int) (own, waited time.Duration, err error) {
 }
 
 // parseStat reads the fields utime, stime, cutime and cstime, proc_pid_stat(5). The
-// name of the process, which comes before them in brackets, may have anything in it.
+// name of the process precedes them in brackets, and may contain any characters.
 func parseStat(b []byte) (own, waited time.Duration, err error) {
-	const first = 11 // behind the brackets
+	const first = 11 // after the brackets
 	var ticks [4]int64
 	words := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+1:]))
 	if len(words) < first+len(ticks) {

@@ -15,33 +15,38 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// DaemonConfig says what Daemon measures.
+// DaemonConfig configures Daemon.
 type DaemonConfig struct {
 	Guest
-	// Free takes an engine that is free of cost instead of a real one, so that only the
+	// Free replaces the real engine by one that costs nothing, so that only the
 	// daemon's own work is measured.
 	Free bool
-	// Records is how many sandboxes live, each with so many RecordBytes of metadata.
+	// Records is how many sandboxes live. Each has RecordBytes of metadata.
 	Records, RecordBytes int
-	// Rounds is how often empty and full take turns, For how long each measurement is.
+	// Stored is how many templates and checkpoints there are more of each when the node's
+	// status is measured, which is only done with the engine that is free of cost.
+	Stored int
+	// Rounds is how often the empty and the full state take turns. For is the length
+	// of each measurement.
 	Rounds int
 	For    time.Duration
-	// Others is how many ask for what is not there while sandboxes are looked up.
+	// Others is how many clients ask for missing sandboxes during look-ups.
 	Others int
-	// Clients is how many claim and end sandboxes at once, and SlowClients how many do
-	// where Added is added to each commit.
+	// Clients is how many clients claim and end sandboxes at once. SlowClients is how
+	// many do so while Added is added to each commit.
 	Clients, SlowClients int
 	Added                time.Duration
-	// When the daemon starts, the first Silent sandboxes never answer, and the next Slow
-	// take Adoption each. A real engine's do neither.
+	// When the daemon starts, the first Silent sandboxes never answer, and the
+	// adoption of each of the next Slow takes Adoption. Sandboxes of a real engine do
+	// neither.
 	Slow, Silent int
 	Adoption     time.Duration
-	// Large is how many bytes a journal once had whose commits are measured; 0 leaves
-	// it out.
+	// Large is the earlier size in bytes of a journal whose commits are measured; 0
+	// leaves this measurement out.
 	Large int64
 }
 
-// DaemonReport is what it found.
+// DaemonReport is the result of Daemon.
 type DaemonReport struct {
 	Engine      string `json:"engine"`
 	Records     int    `json:"records"`
@@ -49,13 +54,14 @@ type DaemonReport struct {
 
 	Get     DaemonGet      `json:"get"`
 	Page    DaemonPage     `json:"page_of_100"`
+	Status  *DaemonStatus  `json:"status,omitempty"`
 	Churn   []DaemonChurn  `json:"claim_and_kill"`
 	Start   DaemonStart    `json:"start"`
 	Journal *DaemonJournal `json:"journal,omitempty"`
 }
 
-// Daemon measures what a daemon costs by itself: looking up, listing, claiming and ending
-// sandboxes, and starting, with many of them there.
+// Daemon measures the daemon's own costs with many sandboxes: looking up, listing,
+// claiming and ending sandboxes, and starting.
 func Daemon(ctx context.Context, cfg DaemonConfig) (_ DaemonReport, err error) {
 	report := DaemonReport{Engine: string(cfg.engine()), Records: cfg.Records, RecordBytes: cfg.RecordBytes}
 	if cfg.Free {
@@ -69,6 +75,7 @@ func Daemon(ctx context.Context, cfg DaemonConfig) (_ DaemonReport, err error) {
 		return s
 	}
 	empty, full, unsynced := state("empty", 1), state("full", cfg.Records), state("unsynced", cfg.Records)
+	stored := state("stored", cfg.Records)
 	for _, step := range []struct {
 		name string
 		do   func() error
@@ -78,6 +85,7 @@ func Daemon(ctx context.Context, cfg DaemonConfig) (_ DaemonReport, err error) {
 		}},
 		{"look up sandboxes", func() (err error) { report.Get, err = measureGets(ctx, cfg, empty, full); return err }},
 		{"list sandboxes", func() (err error) { report.Page, err = measurePages(ctx, cfg, full); return err }},
+		{"look at the node", func() (err error) { report.Status, err = lookAtNode(ctx, cfg, empty, stored); return err }},
 		{"make sandboxes", func() error { return unsynced.fill(ctx, journal.Cost{NoSync: true}) }},
 		{"claim and end sandboxes", func() (err error) {
 			report.Churn, err = measureChurn(ctx, cfg, full, unsynced)
@@ -98,14 +106,31 @@ func Daemon(ctx context.Context, cfg DaemonConfig) (_ DaemonReport, err error) {
 	return report, nil
 }
 
-// nodeState is what outlives a manager: its state folder, and the engine with what runs.
+// lookAtNode is measureStatus where the engine is free of cost.
+func lookAtNode(ctx context.Context, cfg DaemonConfig, empty, stored *nodeState) (*DaemonStatus, error) {
+	if !cfg.Free {
+		return nil, nil
+	}
+	err := stored.fill(ctx, journal.Cost{NoSync: true})
+	if err == nil {
+		err = stored.store(ctx, cfg.Stored)
+	}
+	if err != nil {
+		return nil, err
+	}
+	out, err := measureStatus(ctx, cfg, empty, stored)
+	return &out, err
+}
+
+// nodeState is the state that outlives a manager: its state folder, and the engine
+// with its machines.
 type nodeState struct {
 	cfg     DaemonConfig
 	folder  string
 	records int
 
 	engine engine.Engine
-	owner  benchNode // of the engine
+	owner  benchNode // owns the engine
 }
 
 func (s *nodeState) config(cost journal.Cost) nodeConfig {
@@ -116,7 +141,7 @@ func (s *nodeState) config(cost journal.Cost) nodeConfig {
 	}
 }
 
-// open opens a manager of the state, and waits until it has all sandboxes.
+// open opens a manager for the state, and waits until it has adopted all sandboxes.
 func (s *nodeState) open(ctx context.Context, cost journal.Cost) (*benchNode, error) {
 	n := &benchNode{folder: s.folder}
 	err := n.open(ctx, s.config(cost))
@@ -132,7 +157,7 @@ func (s *nodeState) open(ctx context.Context, cost journal.Cost) (*benchNode, er
 	return n, nil
 }
 
-// recordKey is the name of one of the sandboxes.
+// recordKey is the key of one of the sandboxes.
 func recordKey(i int) sandbox.Key { return benchKey(fmt.Sprintf("record-%05d", i)) }
 
 // touch waits until the manager has the machine of a sandbox.
@@ -180,14 +205,14 @@ func (s *nodeState) fill(ctx context.Context, cost journal.Cost) (err error) {
 	return errors.Join(errs...)
 }
 
-// close ends what runs.
+// close ends the machines.
 func (s *nodeState) close() (err error) {
 	if s.engine == nil {
 		return nil
 	}
 	defer func() { err = errors.Join(err, s.owner.close()) }()
 	if s.cfg.Free {
-		return nil // nothing runs
+		return nil // no machine runs
 	}
 	n, err := s.open(context.Background(), journal.Cost{})
 	if err != nil {
@@ -200,5 +225,5 @@ func (s *nodeState) close() (err error) {
 	return errors.Join(err, n.close())
 }
 
-// settle lets no garbage of one measurement be collected in the next.
+// settle collects the garbage of one measurement before the next.
 func settle() { runtime.GC() }

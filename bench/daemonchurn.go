@@ -22,18 +22,20 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 )
 
-// DaemonChurn is clients that claim a sandbox and end it, again and again, through gRPC.
+// DaemonChurn measures clients that claim a sandbox and end it, again and again,
+// through gRPC.
 type DaemonChurn struct {
 	Clients int `json:"clients"`
-	// Synced is false where commits do not wait for the disk; Added is what was added
-	// to each commit.
+	// Synced is false if commits do not wait for the disk. Added is the time added to
+	// each commit.
 	Synced bool    `json:"synced"`
 	Added  float64 `json:"added_to_commit_ms"`
-	// PerSecond is how many sandboxes were claimed and ended in a second.
+	// PerSecond is how many sandboxes were claimed and ended in one second.
 	PerSecond float64 `json:"per_second"`
 	Claim     Summary `json:"claim"`
 	Kill      Summary `json:"kill"`
-	// Get is sandboxes that one more client looks up meanwhile, a hundred in a second.
+	// Get measures one more client, which looks up a hundred sandboxes a second
+	// meanwhile.
 	Get Summary `json:"get_beside"`
 }
 
@@ -48,7 +50,7 @@ type churnRun struct {
 	claim, kill, get []time.Duration
 }
 
-// measureChurn measures with fsync, without it, and with slow commits, in turns.
+// measureChurn measures with fsync, without it, and with slow commits, alternating.
 func measureChurn(ctx context.Context, cfg DaemonConfig, full, unsynced *nodeState) (out []DaemonChurn, err error) {
 	runs := []*churnRun{
 		{state: full, clients: cfg.Clients},
@@ -71,7 +73,7 @@ func measureChurn(ctx context.Context, cfg DaemonConfig, full, unsynced *nodeSta
 	return out, nil
 }
 
-// do has the clients claim and end sandboxes for a while.
+// do lets the clients claim and end sandboxes for d.
 func (r *churnRun) do(ctx context.Context, round int, d time.Duration) (err error) {
 	n, err := r.state.open(ctx, r.cost)
 	if err != nil {
@@ -115,7 +117,7 @@ func (r *churnRun) do(ctx context.Context, round int, d time.Duration) (err erro
 	return errors.Join(errors.Join(errs...), lookErr)
 }
 
-// lookUp looks up sandboxes all the time, but not so often that it is a load.
+// lookUp looks up sandboxes all the time, but too rarely to be a load.
 func (r *churnRun) lookUp(ctx context.Context, service *remote.Service, stop *atomic.Bool) error {
 	next := time.NewTicker(10 * time.Millisecond)
 	defer next.Stop()
@@ -147,8 +149,8 @@ func (n *benchNode) guard(folder string) (server.Config, error) {
 	return cfg, nil
 }
 
-// serveNode serves the node's gRPC API as the daemon does, and returns clients of it, each
-// with a connection of its own.
+// serveNode serves the node's gRPC API as the daemon does, and returns clients of it,
+// each with a connection of its own.
 func (n *benchNode) serveNode(ctx context.Context, clients int) ([]*remote.Service, error) {
 	cfg, err := n.guard(n.folder)
 	if err != nil {

@@ -17,24 +17,24 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// DaemonGet is sandboxes that are looked up by name, while others ask for what is not
-// there: with all records, and with one.
+// DaemonGet measures look-ups of sandboxes by name, with all records and with one,
+// while other clients ask for missing sandboxes.
 type DaemonGet struct {
 	Others  int        `json:"others"`
 	Process DaemonPair `json:"in_process"`
 	REST    DaemonPair `json:"rest"`
 }
 
-// DaemonPair is the same with one record and with all of them.
+// DaemonPair is one measurement with one record and with all of them.
 type DaemonPair struct {
 	Empty Summary `json:"empty"`
 	Full  Summary `json:"full"`
 }
 
-// RatioP50 is how much longer it takes with all records.
+// RatioP50 is the median time with all records, relative to that with one.
 func (p DaemonPair) RatioP50() float64 { return p.Full.P50 / p.Empty.P50 }
 
-// RatioP99 likewise.
+// RatioP99 is the same of the 99th percentile.
 func (p DaemonPair) RatioP99() float64 { return p.Full.P99 / p.Empty.P99 }
 
 // DaemonPage is one page of a list.
@@ -43,8 +43,8 @@ type DaemonPage struct {
 	REST    Summary `json:"rest"`
 }
 
-// askers has some call get, one call after the other, and measures each, while others ask
-// for what is not there.
+// askers runs some clients that call get again and again, and measures each call.
+// Meanwhile other clients ask for missing sandboxes.
 func askers(d time.Duration, some, others int, get, miss func(i int) error) ([]time.Duration, error) {
 	var all sync.WaitGroup
 	var stop atomic.Bool
@@ -71,7 +71,8 @@ func askers(d time.Duration, some, others int, get, miss func(i int) error) ([]t
 	return slices.Concat(took...), errors.Join(errs...)
 }
 
-// measureGets has the two states take turns. Only one of them is in memory at a time.
+// measureGets lets the two states take turns. Only one of them is in memory at a
+// time.
 func measureGets(ctx context.Context, cfg DaemonConfig, empty, full *nodeState) (DaemonGet, error) {
 	out := DaemonGet{Others: cfg.Others}
 	var process, rest [2][]time.Duration
@@ -89,7 +90,7 @@ func measureGets(ctx context.Context, cfg DaemonConfig, empty, full *nodeState) 
 	return out, nil
 }
 
-// gets looks up one sandbox again and again, in process and by the REST API.
+// gets looks up one sandbox again and again, in process and through the REST API.
 func (s *nodeState) gets(ctx context.Context) (process, rest []time.Duration, err error) {
 	n, err := s.open(ctx, journal.Cost{})
 	if err != nil {
@@ -110,7 +111,7 @@ func (s *nodeState) gets(ctx context.Context) (process, rest []time.Duration, er
 	if err != nil {
 		return nil, nil, err
 	}
-	const some = 4 // more would be a load of their own
+	const some = 4 // more clients would be a load by themselves
 	callers, err := n.callers(ctx, some+s.cfg.Others)
 	if err != nil {
 		return nil, nil, err
@@ -122,7 +123,7 @@ func (s *nodeState) gets(ctx context.Context) (process, rest []time.Duration, er
 	return process, rest, err
 }
 
-// measurePages lists pages of 100, all over the list.
+// measurePages lists pages of 100 records, at positions all over the list.
 func measurePages(ctx context.Context, cfg DaemonConfig, full *nodeState) (out DaemonPage, err error) {
 	n, err := full.open(ctx, journal.Cost{})
 	if err != nil {
@@ -135,7 +136,7 @@ func measurePages(ctx context.Context, cfg DaemonConfig, full *nodeState) (out D
 	}
 	const page = 100
 	at := 0
-	next := func() string { // a position in the list
+	next := func() string { // returns a position in the list
 		at = (at + 7*page) % max(1, cfg.Records-page)
 		return string(recordKey(at).Name) + "/"
 	}
@@ -164,7 +165,7 @@ func sandboxPath(k sandbox.Key) string {
 // caller is a client of the REST API with a connection of its own.
 type caller struct{ http.Client }
 
-// callers are clients of the node's API, which is served from then on.
+// callers serves the node's API, and returns clients of it.
 func (n *benchNode) callers(ctx context.Context, count int) ([]*caller, error) {
 	socket := filepath.Join(n.folder, "socket")
 	if _, err := n.serve(ctx, socket); err != nil {

@@ -6,14 +6,14 @@ import (
 	"text/tabwriter"
 )
 
-// Goals of a daemon, for 10,000 records and an engine that is free of cost.
+// Goals of a daemon with 10,000 records and an engine that costs nothing.
 const (
 	goalGet      = 1.0  // ms, p99, in process
-	goalRatio    = 1.5  // of REST to an empty journal
+	goalRatio    = 1.5  // with REST, relative to an empty journal
 	goalPage     = 10.0 // ms
-	goalChurn    = 1000 // in a second
-	goalUnsynced = 0.6  // of what there is without fsync
-	goalSlow     = 500  // in a second
+	goalChurn    = 1000 // per second
+	goalUnsynced = 0.6  // relative to the rate without fsync
+	goalSlow     = 500  // per second
 	goalAnswer   = 2000 // ms
 	goalAdopted  = 10000
 )
@@ -32,6 +32,12 @@ func (r DaemonReport) Print(w io.Writer) error {
 	line("look up, REST, all", r.Get.REST.Full)
 	line("page of 100, in process", r.Page.Process)
 	line("page of 100, REST", r.Page.REST)
+	if st := r.Status; st != nil {
+		line("the node's status, in process, 1 record", st.Process.Empty)
+		line("the node's status, in process, all", st.Process.Full)
+		line("the node's status, REST, 1 record", st.REST.Empty)
+		line("the node's status, REST, all", st.REST.Full)
+	}
 	for _, c := range r.Churn {
 		line(fmt.Sprintf("claim, %s", c), c.Claim)
 		line(fmt.Sprintf("kill, %s", c), c.Kill)
@@ -48,6 +54,10 @@ func (r DaemonReport) Print(w io.Writer) error {
 	fmt.Fprintf(w, "\nlook-ups beside %d others that ask for what is not there: in process p99 %.3f ms%s; REST with all records takes %.2f times as long as with one at p50, %.2f times at p99%s\n",
 		r.Get.Others, r.Get.Process.Full.P99, r.goal("%.0f", goalGet), r.Get.REST.RatioP50(), r.Get.REST.RatioP99(), r.goal("%.1f", goalRatio))
 	fmt.Fprintf(w, "a page of 100: p99 %.2f ms in process, %.2f ms by REST%s\n", r.Page.Process.P99, r.Page.REST.P99, r.goal("%.0f", goalPage))
+	if st := r.Status; st != nil {
+		fmt.Fprintf(w, "the node's status with all sandboxes, %d templates and %d checkpoints: p99 %.2f ms in process, %.2f ms by REST; the first one %.0f ms\n",
+			st.Templates, st.Checkpoints, st.Process.Full.P99, st.REST.Full.P99, st.First)
+	}
 	r.printChurn(w)
 	s := r.Start
 	fmt.Fprintf(w, "start with a journal of %d MiB, %d adoptions of %.0f ms and %d that never answer: first answer after %.0f ms%s, the rest adopted after %.0f ms%s\n",
@@ -59,7 +69,8 @@ func (r DaemonReport) Print(w io.Writer) error {
 	return nil
 }
 
-// goal is what a figure is to be compared with; a real engine has costs of its own.
+// goal is the goal of a figure, for comparison; empty with a real engine, which has
+// costs of its own.
 func (r DaemonReport) goal(format string, goal any) string {
 	if r.Engine != freeName {
 		return ""
@@ -67,7 +78,7 @@ func (r DaemonReport) goal(format string, goal any) string {
 	return fmt.Sprintf(" (goal "+format+")", goal)
 }
 
-// String says which clients these are.
+// String describes the clients.
 func (c DaemonChurn) String() string {
 	how := fmt.Sprintf("%d clients", c.Clients)
 	if !c.Synced {

@@ -14,17 +14,19 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// DaemonStart is a daemon that starts with sandboxes of an earlier one.
+// DaemonStart measures a daemon that starts with the sandboxes of an earlier one.
 type DaemonStart struct {
-	// Slow sandboxes took Adoption each to be taken over, Silent ones never answered.
+	// The adoption of each of the Slow sandboxes took Adoption. The Silent ones never
+	// answered.
 	Slow     int     `json:"slow"`
 	Adoption float64 `json:"adoption_ms"`
 	Silent   int     `json:"silent"`
-	// FirstAnswer is until the REST API has answered, Adopted until all others were
-	// taken over, both from the opening of the state folder.
+	// FirstAnswer is the time until the REST API has answered. Adopted is the time
+	// until all other sandboxes were adopted. Both count from the opening of the
+	// state folder.
 	FirstAnswer float64 `json:"first_answer_ms"`
 	Adopted     float64 `json:"adopted_ms"`
-	// Journal is how many bytes the journal had.
+	// Journal is the size of the journal in bytes.
 	Journal int64 `json:"journal_bytes"`
 }
 
@@ -67,7 +69,7 @@ func measureStart(ctx context.Context, cfg DaemonConfig, full *nodeState) (out D
 	return out, nil
 }
 
-// machines are those of the first sandboxes, and of the next.
+// machines returns the ids of the first sandboxes, and of the next ones.
 func (s *nodeState) machines(ctx context.Context, first, next int) (_, _ []sandbox.ID, err error) {
 	n, err := s.open(ctx, journal.Cost{})
 	if err != nil {
@@ -85,16 +87,18 @@ func (s *nodeState) machines(ctx context.Context, first, next int) (_, _ []sandb
 	return all[:first], all[first:], nil
 }
 
-// DaemonJournal is single commits to a journal.
+// DaemonJournal measures single commits to a journal.
 type DaemonJournal struct {
-	// New is of a new one, Large of one that has so many bytes, and Compacted of the same
-	// when all of that was deleted and its file is small again.
+	// New measures a new journal. Large measures a journal of LargeBytes. Compacted
+	// measures the same journal after its contents were deleted and its file is small
+	// again.
 	LargeBytes     int64   `json:"large_bytes"`
 	CompactedBytes int64   `json:"compacted_bytes"`
 	New            Summary `json:"new"`
 	Large          Summary `json:"large"`
 	Compacted      Summary `json:"compacted"`
-	// Compaction is how long it took, and Held how long writers had to wait for it.
+	// Compaction is how long the compaction took. Held is how long writers had to
+	// wait for it.
 	Compaction float64 `json:"compaction_ms"`
 	Held       float64 `json:"held_ms"`
 }
@@ -106,7 +110,7 @@ func measureJournal(path string, large int64) (_ *DaemonJournal, err error) {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, db.Close()) }()
-	compacted := make(chan journal.Compaction, 64) // far fewer are made
+	compacted := make(chan journal.Compaction, 64) // far fewer compactions happen
 	db.ObserveCompactions(func(c journal.Compaction) { compacted <- c })
 	out := &DaemonJournal{}
 	records, filler := journal.Collection[string]("records"), journal.Collection[string]("filler")
@@ -156,7 +160,7 @@ func measureJournal(path string, large int64) (_ *DaemonJournal, err error) {
 	}
 	out.Compaction, out.Held = float64(c.Took)/1e6, float64(c.Held)/1e6
 	for {
-		// The first compaction may have begun in the middle of the deletions.
+		// The first compaction may have begun during the deletions.
 		if info, err = os.Stat(path); err != nil {
 			return nil, err
 		}

@@ -19,37 +19,37 @@ import (
 	"agentrun.dev/internal/storage/image"
 )
 
-// ExecConfig says what Exec measures.
+// ExecConfig configures Exec.
 type ExecConfig struct {
 	Guest
-	// Image is one of Images, Program one that it has and that does nothing.
+	// Image is an image in Images. Program is a program in it that does nothing.
 	Image   string
 	Images  *image.Store
 	Program string
-	// Count is how often each client runs it, Clients how many there are at once,
-	// one measurement for each number.
+	// Count is how often each client runs the program. Clients are numbers of clients
+	// at once; each number is one measurement.
 	Count   int
 	Clients []int
 }
 
-// ExecReport is what it found.
+// ExecReport is the result of Exec.
 type ExecReport struct {
 	Engine string     `json:"engine"`
 	Rows   []ExecPair `json:"rows"`
 }
 
-// ExecPair is a program that was run by a bare call to the agent and by a request
-// to the REST API, in turns.
+// ExecPair measures a program that is run by a bare call to the agent and by a
+// request to the REST API, in turns.
 type ExecPair struct {
 	Clients int     `json:"clients"`
 	Agent   Summary `json:"agent"`
 	REST    Summary `json:"rest"`
 }
 
-// Ratio is how much longer the API takes.
+// Ratio is the time through the API, relative to that of the bare call.
 func (p ExecPair) Ratio() float64 { return p.REST.P50 / p.Agent.P50 }
 
-// Exec measures what the API adds to running a program in a sandbox.
+// Exec measures the cost that the API adds to running a program in a sandbox.
 func Exec(ctx context.Context, cfg ExecConfig) (_ ExecReport, err error) {
 	report := ExecReport{Engine: string(cfg.Engine)}
 	n, err := newNode(ctx, nodeConfig{
@@ -77,7 +77,7 @@ func Exec(ctx context.Context, cfg ExecConfig) (_ ExecReport, err error) {
 		for _, clients := range cfg.Clients {
 			pair := ExecPair{Clients: clients}
 			var samples [2][]time.Duration
-			const turns = 4 // so that what changes meanwhile is in both
+			const turns = 4 // so that changes of the machine affect both
 			for range turns {
 				for i, way := range []func() error{agent, rest} {
 					took, err := atOnce(clients, max(1, cfg.Count/turns), way)
@@ -102,7 +102,7 @@ func exited(code int32) error {
 	return nil
 }
 
-// atOnce has clients do something, each so often, and returns how long each time
+// atOnce lets each client do something count times, and returns how long each time
 // took.
 func atOnce(clients, count int, do func() error) ([]time.Duration, error) {
 	var all sync.WaitGroup
@@ -125,7 +125,7 @@ func (n *benchNode) serve(ctx context.Context, socket string) (*client.Client, e
 	return c, err
 }
 
-// serveKeys is serve, and returns the keys of those who may use the API.
+// serveKeys is serve, and also returns the keys of the API's users.
 func (n *benchNode) serveKeys(ctx context.Context, socket string) (*client.Client, *access.Store, error) {
 	cfg, err := n.guard(filepath.Dir(socket))
 	if err != nil {

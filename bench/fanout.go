@@ -14,43 +14,44 @@ import (
 	"agentrun.dev/internal/storage/image"
 )
 
-// FanoutConfig says what Fanout measures.
+// FanoutConfig configures Fanout.
 type FanoutConfig struct {
 	Guest
-	// Image is one of Images.
+	// Image is an image in Images.
 	Image  string
 	Images *image.Store
-	// Warmup is run once, before the snapshot; Code in each fork; Cold is a shell
-	// command that does the same from the start.
+	// Warmup is run once, before the snapshot, and Code in each fork. Cold is a shell
+	// command that does the same work from the start.
 	Warmup, Code, Cold string
-	// Count is how many forks, Parallel how many at once.
+	// Count is the number of forks. Parallel is how many are made at once.
 	Count, Parallel int
 }
 
-// FanoutReport is what it found.
+// FanoutReport is the result of Fanout.
 type FanoutReport struct {
 	Engine   string `json:"engine"`
 	Memory   uint64 `json:"memory_bytes"`
 	Count    int    `json:"count"`
 	Parallel int    `json:"parallel"`
-	// All is from the first claim until the last answer, in milliseconds; Each
-	// is from a claim until its answer.
+	// All is the time from the first claim to the last answer. Each is the time from
+	// a claim to its answer. Both are in milliseconds.
 	All  float64 `json:"all_ms"`
 	Each Summary `json:"each"`
-	// Warm is one execution in the interpreter of a fork that has waited in the pool,
-	// Fresh in one that was made for it, and Cold the command in one that has waited.
+	// Warm is one execution in the interpreter of a fork that has waited in the pool.
+	// Fresh is one in a fork that was made for it. Cold is the command in a fork that
+	// has waited.
 	Warm  Summary `json:"warm"`
 	Fresh Summary `json:"fresh"`
 	Cold  Summary `json:"cold"`
-	// Own is the memory of one fork alone, the median, when all have answered.
+	// Own is the median of the memory of one fork alone, after all have answered.
 	Own uint64 `json:"own_bytes"`
 }
 
 // turns is how often Warm, Fresh and Cold are measured.
 const turns = 5
 
-// Fanout measures many forks of a warm interpreter at once, through all that the
-// daemon does.
+// Fanout measures many forks of a warm interpreter at once, through all layers of the
+// daemon.
 func Fanout(ctx context.Context, cfg FanoutConfig) (_ FanoutReport, err error) {
 	report := FanoutReport{Engine: string(cfg.Engine), Memory: cfg.Memory, Count: cfg.Count, Parallel: cfg.Parallel}
 	f, err := newFanout(ctx, cfg)
@@ -64,7 +65,7 @@ func Fanout(ctx context.Context, cfg FanoutConfig) (_ FanoutReport, err error) {
 		for _, kind := range []struct {
 			name    string
 			samples *[]time.Duration
-			wait    int // how many wait in the pool
+			wait    int // how many sandboxes wait in the pool
 			do      func(sandbox.Session) error
 		}{
 			{"warm", &warm, 1, evaluate},
@@ -102,7 +103,7 @@ func newFanout(ctx context.Context, cfg FanoutConfig) (*fanout, error) {
 	return &fanout{n, cfg}, err
 }
 
-// run evaluates the code.
+// run runs the code.
 func (f *fanout) run(ctx context.Context, u sandbox.Session) error {
 	st, err := u.Agent().RunCode(ctx, guestrpc.CodeRunRequest{Source: f.cfg.Code}, io.Discard, io.Discard, nil)
 	if err == nil && st.State != guestrpc.CodeOK {
@@ -111,9 +112,9 @@ func (f *fanout) run(ctx context.Context, u sandbox.Session) error {
 	return err
 }
 
-// all makes many forks, which stay until all have answered.
+// all makes many forks. They stay alive until all have answered.
 func (f *fanout) all(ctx context.Context, report *FanoutReport) error {
-	var mu sync.Mutex // protects all following
+	var mu sync.Mutex // protects all following variables
 	var each []time.Duration
 	var errs []error
 	free := make(chan struct{}, f.cfg.Parallel)

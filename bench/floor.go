@@ -13,7 +13,7 @@ import (
 // floorMemory is the RAM of the floor's machine.
 const floorMemory = 256 << 20
 
-// floorCode is what the floor's machine runs, in real mode: one port write.
+// floorCode is the code of the floor's machine, in real mode: one port write.
 var floorCode = []byte{
 	0xe6, 0x10, // out %al, $0x10
 	0xf4, // hlt
@@ -21,13 +21,12 @@ var floorCode = []byte{
 
 const floorEntry = 0x1000
 
-// floorHere measures the least that starting a machine can cost on this host,
-// in this process: KVM_CREATE_VM, split irqchip, a private mapping of 256 MiB,
-// one slot, one vCPU, its registers, and a run to the first port write.
-// Nothing else.
+// floorHere measures the least cost of starting a machine on this host, in this
+// process: KVM_CREATE_VM, split irqchip, a private mapping of 256 MiB, one slot, one
+// vCPU, its registers, and a run to the first port write. Nothing else.
 type floorHere struct {
 	sys    *kvm.System
-	memory int // memfd that holds the code; every machine maps it privately
+	memory int // memfd with the code; every machine maps it privately
 	undo   []func() error
 }
 
@@ -52,12 +51,12 @@ func newFloorHere() (*floorHere, error) {
 	return f, nil
 }
 
-// Close frees all machines and what they share.
+// Close frees all machines and the memory that they share.
 func (f *floorHere) Close() error {
 	return errors.Join(f.clear(), unix.Close(f.memory), f.sys.Close())
 }
 
-// clear frees the machines that were sampled.
+// clear frees the sampled machines.
 func (f *floorHere) clear() error {
 	var errs []error
 	for _, undo := range slices.Backward(f.undo) {
@@ -67,8 +66,8 @@ func (f *floorHere) clear() error {
 	return errors.Join(errs...)
 }
 
-// Sample starts one machine and returns how long it took to its first
-// instruction that the host sees. The machine stays until clear.
+// Sample starts one machine and returns how long it took until the host saw its first
+// instruction. The machine stays until clear.
 func (f *floorHere) Sample() (time.Duration, error) {
 	start := time.Now()
 	vm, err := f.sys.CreateVM()

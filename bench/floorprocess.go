@@ -11,13 +11,13 @@ import (
 	"time"
 )
 
-// FloorCommand is the argument with which a program that measures is started
-// again to sample the floor: it must call ServeFloor then.
+// FloorCommand is the argument with which a measuring program is started again to
+// sample the floor. The program must then call ServeFloor.
 const FloorCommand = "bench-floor"
 
-// Floor samples the floor in a process of its own. In the process that
-// measures, KVM_CREATE_VM would visit every mapping of that process and every
-// machine that it has made, and so get slower from sample to sample.
+// Floor samples the floor in a process of its own. In the measuring process,
+// KVM_CREATE_VM would visit every mapping of that process and every machine that it
+// has made, and so slow down from sample to sample.
 type Floor struct {
 	process *exec.Cmd
 	ask     io.WriteCloser
@@ -41,8 +41,8 @@ func NewFloor() (*Floor, error) {
 	return &Floor{cmd, ask, bufio.NewReader(answers)}, nil
 }
 
-// Sample starts one machine and returns how long it took to its first
-// instruction that the host sees. The machine is gone when Sample returns.
+// Sample starts one machine and returns how long it took until the host saw its first
+// instruction. The machine is gone when Sample returns.
 func (f *Floor) Sample() (time.Duration, error) {
 	if _, err := io.WriteString(f.ask, "\n"); err != nil {
 		return 0, fmt.Errorf("sample the floor: %w", err)
@@ -62,8 +62,8 @@ func (f *Floor) Sample() (time.Duration, error) {
 // Close ends the process.
 func (f *Floor) Close() error { return errors.Join(f.ask.Close(), f.process.Wait()) }
 
-// ServeFloor is the floor's process: it answers each line with the
-// nanoseconds of a sample, or with what went wrong, until there are no more.
+// ServeFloor is the floor's process. It answers each line with the nanoseconds of a
+// sample, or with an error, until its input ends.
 func ServeFloor(in io.Reader, out io.Writer) error {
 	f, err := newFloorHere()
 	for lines := bufio.NewScanner(in); lines.Scan(); {
@@ -81,7 +81,7 @@ func ServeFloor(in io.Reader, out io.Writer) error {
 		}
 	}
 	if f == nil {
-		return nil // said in every answer
+		return nil // the error was in every answer
 	}
 	return f.Close()
 }

@@ -20,40 +20,41 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// Guests that forks are measured with.
+// Guests to measure forks with.
 const (
 	GuestLinux = "linux"
 	GuestTest  = "test"
 )
 
-// ForkConfig says what Fork and ForkBare measure.
+// ForkConfig configures Fork and ForkBare.
 type ForkConfig struct {
 	Guest
-	// Program is one of the root filesystem that does nothing.
+	// Program is a program of the root filesystem that does nothing.
 	Program string
-	// Count is how many forks are made one after the other. Those of Linux all
-	// stay alive; of the bare guest as many more do, to be weighed.
+	// Count is how many forks are made one after the other. Forks of Linux all stay
+	// alive. Of the bare guest, Count further forks stay alive, to measure their
+	// memory.
 	Count int
-	// Walls are numbers of forks to make against the wall clock, Parallel how
-	// many of them at once.
+	// Walls are numbers of forks to make against the wall clock. Parallel is how many
+	// of them are made at once.
 	Walls    []int
 	Parallel int
-	// Spares is how many spares wait for as many forks again, which are made in
-	// turns with the others; 0 makes none of these. Linux only.
+	// Spares is how many spares wait for Count further forks, which alternate with
+	// the others. 0 makes none of them. Linux only.
 	Spares int
 	// Warm is a shell script that runs before the guest is frozen.
 	Warm string
 	// Precreate is how many sandboxes gVisor makes ahead of each fork.
 	Precreate int
-	// Interface is whether as many forks again are made of a guest that has a network
-	// interface, in turns with the others. Linux only.
+	// Interface says whether Count further forks are made of a guest with a network
+	// interface, alternating with the others. Linux only.
 	Interface bool
 
-	// wired is whether the guest has one.
+	// wired says whether the guest has an interface.
 	wired bool
 }
 
-// network is the guest's interface, nil without one.
+// network is the guest's interface; nil without one.
 func (c *ForkConfig) network() *engine.Network {
 	if !c.wired {
 		return nil
@@ -61,8 +62,8 @@ func (c *ForkConfig) network() *engine.Network {
 	return node.Interface()
 }
 
-// ForkReport is what they found. Times are from the call; what does not apply
-// to a guest has no samples.
+// ForkReport is the result of Fork and ForkBare. Times are from the call.
+// Measurements that do not apply to a guest have no samples.
 type ForkReport struct {
 	Engine string `json:"engine"`
 	Guest  string `json:"guest"`
@@ -72,42 +73,44 @@ type ForkReport struct {
 	// Precreate is how many sandboxes were made ahead of each fork.
 	Precreate int     `json:"precreate,omitempty"`
 	Floor     Summary `json:"floor"`
-	// Restored: the machine's state is loaded. FirstInstruction: the guest
-	// was seen to run. FromSpare: the same, with VM, vCPU and memory made
-	// ahead. Only the bare guest shows these two.
+	// Restored: the machine's state is loaded. FirstInstruction: the guest was seen
+	// to run. FromSpare: the same, with VM, vCPU and memory made ahead. Only the bare
+	// guest shows the last two.
 	Restored         Summary `json:"restored"`
 	FirstInstruction Summary `json:"first_instruction"`
 	FromSpare        Summary `json:"first_instruction_from_shell"`
-	// FirstAnswer is that of the agent, the fork's new identity included, and
-	// FirstExec the exit status of a program; both only for Linux.
+	// FirstAnswer is the time to the agent's first answer, including the fork's new
+	// identity. FirstExec is the time to the exit status of a program. Both are only
+	// for Linux.
 	FirstAnswer Summary `json:"first_answer"`
 	FirstExec   Summary `json:"first_exec"`
-	// Ping and Exec are measured in forks that were used before.
+	// Ping and Exec are measured in forks that have been used before.
 	Ping Summary `json:"warm_ping"`
 	Exec Summary `json:"warm_exec"`
-	// AfterAnswer and AfterExec are what a fork costs when it has answered
-	// (a bare guest: when it has run), and when it has run a program.
+	// AfterAnswer is the memory of a fork after its answer (of a bare guest: after it
+	// has run). AfterExec is its memory after it has run a program.
 	AfterAnswer Memory `json:"memory_after_answer"`
 	AfterExec   Memory `json:"memory_after_exec"`
-	// Spares are forks into spares that waited; nil if none were made.
+	// Spares measures forks into waiting spares; nil without any.
 	Spares *SpareReport `json:"from_shells,omitempty"`
-	// Interface are forks with a network interface; nil if none were made.
+	// Interface measures forks with a network interface; nil without any.
 	Interface *InterfaceReport `json:"with_interface,omitempty"`
-	// KernelFrom says whose growth the kernel's memory is: cgroup or machine.
+	// KernelFrom says where the growth of the kernel's memory was measured: cgroup or
+	// machine.
 	KernelFrom string `json:"kernel_memory_of"`
 	Walls      []Wall `json:"walls"`
 	Alive      int    `json:"alive"`
 	Noisy      bool   `json:"noisy"`
 }
 
-// Wall is how long it took until a number of forks had answered.
+// Wall is the time until a number of forks had answered.
 type Wall struct {
 	Forks    int     `json:"forks"`
 	Parallel int     `json:"parallel"`
 	MS       float64 `json:"ms"`
 }
 
-// Fork measures forks of a Linux guest: a new process each, identity included.
+// Fork measures forks of a Linux guest. Each is a new process, and gets an identity.
 func Fork(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
 	report := ForkReport{
 		Engine: string(cfg.engine()), Guest: GuestLinux, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Count: cfg.Count, Precreate: cfg.Precreate,
@@ -130,7 +133,7 @@ func Fork(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
 	return report, err
 }
 
-// forkSource is a snapshot of a warm guest, and what it needs.
+// forkSource is a snapshot of a warm guest, with everything that it needs.
 type forkSource struct {
 	cfg    ForkConfig
 	engine engine.Engine
@@ -138,7 +141,8 @@ type forkSource struct {
 	ahead  ahead
 	// wired is the same guest with a network interface; nil if it is not measured.
 	wired *forkSource
-	// forked is whether there was a fork: only then is anything made ahead.
+	// forked says whether a fork was made. Only then does the engine make anything
+	// ahead.
 	forked bool
 	undo   []func() error
 }
@@ -186,9 +190,9 @@ func newForkSource(ctx context.Context, cfg ForkConfig) (_ *forkSource, err erro
 	return s, s.openAhead(ctx, resident)
 }
 
-// bootWarm boots the root filesystem and brings it to where a template is
-// captured: the program and the warm-up script have run, nothing is put off, and the
-// session with the agent is closed.
+// bootWarm boots the root filesystem and brings it to the state in which a template
+// is captured: the program and the warm-up script have run, postponed work is done,
+// and the session with the agent is closed.
 func bootWarm(ctx context.Context, e engine.Engine, cfg ForkConfig) (_ engine.Sandbox, err error) {
 	root, err := os.Open(cfg.Root)
 	if err != nil {
@@ -215,11 +219,11 @@ func bootWarm(ctx context.Context, e engine.Engine, cfg ForkConfig) (_ engine.Sa
 	if err := source.Settle(ctx); err != nil {
 		return nil, err
 	}
-	// As a template's is, before it is captured.
+	// A template's session is closed before its capture, too.
 	return source, source.Agent().Close()
 }
 
-// identify says which process a sandbox is.
+// identify returns the id of a sandbox's process.
 func (g *Guest) identify(sb engine.Sandbox) (procid.ID, error) {
 	if g.engine() == pick.GVisor {
 		return gvisor.Identify(sb)
@@ -235,7 +239,7 @@ type forkSamples struct {
 	fresh, used                                   []Memory
 }
 
-// measure makes forks one after the other, the floor in between.
+// measure makes forks one after the other, and samples the floor in between.
 func (s *forkSource) measure(ctx context.Context, report *ForkReport) (err error) {
 	floor, err := floorOf(s.cfg.engine(), s.cfg.Root, s.cfg.Warm)
 	if err != nil {
@@ -258,7 +262,7 @@ func (s *forkSource) measure(ctx context.Context, report *ForkReport) (err error
 		return err
 	}
 	for i := range s.cfg.Count + warmUps {
-		if i == warmUps { // what was measured so far does not count
+		if i == warmUps { // the samples so far are warm-ups and do not count
 			all, ahead, wired = forkSamples{}, forkSamples{}, forkSamples{}
 		}
 		if err := turn(&all, s.cold); err != nil {
@@ -294,10 +298,10 @@ func (s *forkSource) measure(ctx context.Context, report *ForkReport) (err error
 	return nil
 }
 
-// forkFunc makes a fork and says after what time it had answered.
+// forkFunc makes a fork and returns the time to its answer.
 type forkFunc func(context.Context) (engine.Sandbox, time.Duration, error)
 
-// cold is a fork without anything made ahead.
+// cold makes a fork without anything made ahead.
 func (s *forkSource) cold(ctx context.Context) (engine.Sandbox, time.Duration, error) {
 	sb, took, err := timedFork(ctx, s.engine, s.snap)
 	s.forked = s.forked || err == nil
@@ -346,7 +350,7 @@ func (s *forkSource) measureOne(ctx context.Context, kernel kernelMemory, all *f
 	if all.used, err = look(all.used); err != nil {
 		return sb, err
 	}
-	all.restored = append(all.restored, microvm.Restored(sb)+gvisor.Restored(sb)) // it is of one of them
+	all.restored = append(all.restored, microvm.Restored(sb)+gvisor.Restored(sb)) // one of the two is 0
 	all.answers, all.execs = append(all.answers, answered), append(all.execs, executed)
 	if all.pings, err = repeat(all.pings, 2, func() error { return sb.Agent().Ping(ctx) }); err != nil {
 		return sb, err
@@ -355,7 +359,7 @@ func (s *forkSource) measureOne(ctx context.Context, kernel kernelMemory, all *f
 	return sb, err
 }
 
-// memory reads what a fork costs.
+// memory reads the memory of a fork.
 func (s *forkSource) memory(pid int) (Memory, error) {
 	if s.cfg.engine() != pick.GVisor {
 		return ReadMemory(pid, s.cfg.Memory)
@@ -433,13 +437,13 @@ func (r ForkReport) printMemory(w io.Writer) error {
 	return t.Flush()
 }
 
-// row is a line of a table; one without samples is left out.
+// row is a line of a table. A row without samples is left out.
 type row struct {
 	name string
 	s    Summary
 }
 
-// NoisyWarning is what a report says whose floor was disturbed.
+// NoisyWarning is printed in a report with a disturbed floor.
 const NoisyWarning = "too noisy: the floor's median is more than 1.5 times its tenth percentile"
 
 func printTable(w io.Writer, floor Summary, rows []row) error {

@@ -16,8 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ForkBare measures forks of the bare test guest, in this process: what the
-// host's side of a fork costs, on any KVM.
+// ForkBare measures forks of the bare test guest, in this process: the cost of a fork
+// on the host's side, on any KVM.
 func ForkBare(ctx context.Context, cfg ForkConfig) (_ ForkReport, err error) {
 	report := ForkReport{Engine: string(pick.MicroVM), Guest: GuestTest, Memory: cfg.Memory, VCPUs: cfg.VCPUs, Count: cfg.Count}
 	sys, err := kvm.Open()
@@ -53,10 +53,10 @@ func closer(vm *vmm.VM) func() error {
 	}
 }
 
-// measure makes forks one after the other, half of them from spares made
-// ahead, the floor in between. Each machine is gone before the next is made: a
-// process of AgentRun has one, and with hundreds in one process each change of
-// its mappings is told to all of them.
+// measure makes forks one after the other, half of them from spares made ahead, and
+// samples the floor in between. Each machine is gone before the next is made. A
+// process of AgentRun has one machine; with hundreds in one process, every change of
+// its mappings would be announced to all of them.
 func (f *frozenBare) measure(ctx context.Context, cfg ForkConfig, report *ForkReport) (err error) {
 	floor, err := newFloorHere()
 	if err != nil {
@@ -91,8 +91,8 @@ func (f *frozenBare) measure(ctx context.Context, cfg ForkConfig, report *ForkRe
 	return nil
 }
 
-// once makes one fork and ends it. The time begins when there is a spare, if
-// that is ahead, else before.
+// once makes one fork and ends it. With ahead the time starts after the spare is
+// made, and otherwise before.
 func (f *frozenBare) once(ahead bool) (loaded, ran time.Duration, err error) {
 	start := time.Now()
 	spare, err := vmm.NewSpare(f.config(f.sys))
@@ -109,7 +109,7 @@ func (f *frozenBare) once(ahead bool) (loaded, ran time.Duration, err error) {
 	return loaded, ran, closer(vm)()
 }
 
-// weigh has as many forks alive at once, for what each takes.
+// weigh keeps Count forks alive at once, to measure the memory of each.
 func (f *frozenBare) weigh(ctx context.Context, cfg ForkConfig, report *ForkReport) (err error) {
 	var undo []func() error
 	defer func() { err = errors.Join(err, undoAll(undo)) }()
@@ -145,7 +145,7 @@ func (f *frozenBare) weigh(ctx context.Context, cfg ForkConfig, report *ForkRepo
 	return nil
 }
 
-// fork makes a fork that has run.
+// fork makes a fork and lets it run.
 func (f *frozenBare) fork() (*vmm.VM, error) {
 	spare, err := vmm.NewSpare(f.config(f.sys))
 	if err != nil {
@@ -155,7 +155,7 @@ func (f *frozenBare) fork() (*vmm.VM, error) {
 	return vm, err
 }
 
-// frozenBare is a bare guest at rest.
+// frozenBare is a frozen bare guest.
 type frozenBare struct {
 	sys    *kvm.System
 	state  *vmm.State
@@ -186,12 +186,12 @@ func (f *frozenBare) start(spare *vmm.Spare, since time.Time) (vm *vmm.VM, loade
 	}
 }
 
-// marker is a host that notes when the guest first asks for a command.
+// marker is a host that records when the guest first asks for a command.
 type marker struct {
 	booted chan struct{}
 	asked  chan time.Time
-	// done keeps a guest that has asked waiting until it ends, so that it
-	// costs no time; nil lets it ask again.
+	// done blocks a guest that has asked until it is closed, so that the guest costs
+	// no time. With nil the guest asks again.
 	done <-chan struct{}
 }
 
@@ -206,7 +206,7 @@ func (m *marker) Out(uint32) {
 	}
 }
 
-// In is called by one vCPU's thread.
+// In is called from the thread of one vCPU.
 func (m *marker) In(uint16) uint32 {
 	if m.done != nil {
 		m.asked <- time.Now()

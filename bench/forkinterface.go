@@ -9,23 +9,24 @@ import (
 	"agentrun.dev/internal/engine/gvisor"
 )
 
-// InterfaceReport is what forks with a network interface took, which were made in turns
-// with forks of the same guest without one. Nobody uses the other end of their wires.
+// InterfaceReport measures forks with a network interface. They alternate with forks
+// of the same guest without one. The other ends of their wires are not used.
 type InterfaceReport struct {
-	// Floor was sampled in turns with these forks.
+	// Floor was sampled alternating with these forks.
 	Floor       Summary `json:"floor"`
 	Restored    Summary `json:"restored"`
 	FirstAnswer Summary `json:"first_answer"`
 	FirstExec   Summary `json:"first_exec"`
 	AfterAnswer Memory  `json:"memory_after_answer"`
 	AfterExec   Memory  `json:"memory_after_exec"`
-	// P10 and P50 are what the first answer takes of that without an interface.
+	// P10 and P50 are the times to the first answer, relative to forks without an
+	// interface.
 	P10 float64 `json:"first_answer_ratio_p10"`
 	P50 float64 `json:"first_answer_ratio_p50"`
 }
 
-// openWired makes a second snapshot, of the same guest with an interface, and an engine
-// of its own: what an engine makes ahead or learns is of one snapshot.
+// openWired makes a second snapshot, of the same guest with an interface, with an
+// engine of its own: an engine makes sandboxes ahead and learns for one snapshot.
 func (s *forkSource) openWired(ctx context.Context) (err error) {
 	cfg := s.cfg
 	cfg.Interface, cfg.Spares, cfg.wired = false, 0, true
@@ -36,7 +37,7 @@ func (s *forkSource) openWired(ctx context.Context) (err error) {
 	return err
 }
 
-// precreated waits until all sandboxes that are made ahead are there, of both engines, so
+// precreated waits until all sandboxes to be made ahead by both engines are ready, so
 // that none is being made while a fork is measured.
 func (s *forkSource) precreated(ctx context.Context) error {
 	for _, from := range []*forkSource{s, s.wired} {
@@ -52,7 +53,7 @@ func (s *forkSource) precreated(ctx context.Context) error {
 	return nil
 }
 
-// interfaces sums up forks with an interface.
+// interfaces summarizes forks with an interface.
 func (all *forkSamples) interfaces(without Summary) *InterfaceReport {
 	r := &InterfaceReport{
 		Floor: Summarize(all.floors), Restored: Summarize(all.restored),

@@ -13,22 +13,23 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// SpareReport is what forks into spares that waited took: processes with VM,
-// vCPU and memory made ahead, the state not yet loaded.
+// SpareReport measures forks into waiting spares: processes with VM, vCPU and memory
+// made ahead, and the state not yet loaded.
 type SpareReport struct {
-	// Spares is how many waited.
+	// Spares is how many spares waited.
 	Spares int `json:"shells"`
-	// Floor was sampled in turns with these forks.
+	// Floor was sampled alternating with these forks.
 	Floor       Summary `json:"floor"`
 	Restored    Summary `json:"restored"`
 	FirstAnswer Summary `json:"first_answer"`
-	// FirstExec does not count the time in which the next spare is made.
+	// FirstExec does not include the time in which the next spare is made.
 	FirstExec   Summary `json:"first_exec"`
 	AfterAnswer Memory  `json:"memory_after_answer"`
 	AfterExec   Memory  `json:"memory_after_exec"`
 }
 
-// ahead is an engine that has spares wait; the forks of another have none.
+// ahead is an engine that keeps spares waiting. The forks of the other engine have
+// none.
 type ahead struct {
 	engine *microvm.Engine
 	spares engine.Spares
@@ -50,8 +51,8 @@ func (s *forkSource) openAhead(ctx context.Context, resident string) (err error)
 	return err
 }
 
-// Teach makes the forks of a snapshot that an engine learns from, which are cold
-// and watched: those that are measured are like all others.
+// Teach makes the forks that an engine learns from. These forks are cold and watched.
+// The forks measured afterwards are like all later ones.
 func Teach(ctx context.Context, e engine.Engine, snap *snapshot.Snapshot) error {
 	for range microvm.ForksAsked {
 		sb, err := e.Fork(ctx, snap, engine.ForkOptions{})
@@ -65,7 +66,7 @@ func Teach(ctx context.Context, e engine.Engine, snap *snapshot.Snapshot) error 
 	return nil
 }
 
-// fromSpare is a fork into a spare, and returns when that was replaced.
+// fromSpare makes a fork into a spare, and returns once that spare was replaced.
 func (s *forkSource) fromSpare(ctx context.Context) (engine.Sandbox, time.Duration, error) {
 	sb, took, err := timedFork(ctx, s.ahead.engine, s.snap)
 	if err == nil && !microvm.FromSpare(sb) {
@@ -77,7 +78,7 @@ func (s *forkSource) fromSpare(ctx context.Context) (engine.Sandbox, time.Durati
 	return sb, took, err
 }
 
-// spares sums up forks into so many spares.
+// spares summarizes forks into n spares.
 func (all *forkSamples) spares(n int) *SpareReport {
 	return &SpareReport{
 		Spares: n, Floor: Summarize(all.floors), Restored: Summarize(all.restored),

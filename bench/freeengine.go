@@ -16,17 +16,17 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// freeEngine is an engine that is free of cost: what it calls sandboxes are entries of a
-// map, which nothing runs in. What remains is the cost of the daemon.
+// freeEngine is an engine that costs nothing. Its sandboxes are entries of a map, in
+// which nothing runs. The remaining cost is the daemon's.
 type freeEngine struct {
-	engine.Engine // what is not used
+	engine.Engine // nil: its methods are not called
 
 	mu      sync.Mutex // protects all following fields
 	running map[string]*freeSandbox
-	// slow are folders whose sandboxes take a while to be adopted, silent those that
-	// never answer.
+	// slow are folders whose sandboxes take a while to be adopted. silent are folders
+	// whose sandboxes never answer.
 	slow, silent map[string]bool
-	took         time.Duration // of a slow one
+	took         time.Duration // time of the adoption of a slow one
 }
 
 // freeName is the name of the engine in reports.
@@ -93,8 +93,8 @@ func (e *freeEngine) end(folder string) {
 	}
 }
 
-// delay has the sandboxes of some machines take a while to be adopted, and others never
-// answer, from now on.
+// delay slows down the adoption of some machines, and makes others never answer, from
+// now on.
 func (e *freeEngine) delay(slow []sandbox.ID, took time.Duration, silent []sandbox.ID, machines string) {
 	in := func(ids []sandbox.ID) map[string]bool {
 		out := map[string]bool{}
@@ -108,9 +108,9 @@ func (e *freeEngine) delay(slow []sandbox.ID, took time.Duration, silent []sandb
 	e.slow, e.silent, e.took = in(slow), in(silent), took
 }
 
-// freeSandbox is one of its sandboxes.
+// freeSandbox is a sandbox of a freeEngine.
 type freeSandbox struct {
-	engine.Sandbox // what is not used
+	engine.Sandbox // nil: its methods are not called
 	engine         *freeEngine
 	folder         string
 	done           chan struct{}
@@ -123,12 +123,26 @@ func (s *freeSandbox) Done() <-chan struct{}               { return s.done }
 func (s *freeSandbox) Wait() error                         { <-s.done; return engine.ErrEnded }
 func (s *freeSandbox) Close() error                        { s.engine.end(s.folder); return nil }
 
-// freeBuilder makes templates of nothing.
+// Snapshot makes one that has nothing of the sandbox.
+func (s *freeSandbox) Snapshot(ctx context.Context, dir string, _ ...snapshot.Option) (*snapshot.Snapshot, error) {
+	return freeSnapshot(ctx, dir)
+}
+
+// freeBuilder makes templates without contents.
 type freeBuilder struct{}
 
 // Build makes a snapshot of a page of zeros.
 func (freeBuilder) Build(ctx context.Context, req node.BuildRequest) (sandbox.Built, error) {
-	snap, err := snapshot.Make(req.Dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) {
+	snap, err := freeSnapshot(ctx, req.Dir)
+	if err != nil {
+		return sandbox.Built{}, err
+	}
+	return sandbox.Built{Image: "none", Workdir: sandbox.DefaultWorkdir}, snap.Close()
+}
+
+// freeSnapshot makes a snapshot of a page of zeros.
+func freeSnapshot(ctx context.Context, dir string) (*snapshot.Snapshot, error) {
+	return snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) {
 		page, err := b.StreamLayer(ctx, bytes.NewReader(make([]byte, layer.PageSize)), layer.PageSize)
 		if err != nil {
 			return nil, err
@@ -141,19 +155,17 @@ func (freeBuilder) Build(ctx context.Context, req node.BuildRequest) (sandbox.Bu
 			CPU:    snapshot.CPU{Profile: "none", Vendor: "none", Family: 1},
 		}, []byte("none"))
 	})
-	if err != nil {
-		return sandbox.Built{}, err
-	}
-	return sandbox.Built{Image: "none", Workdir: sandbox.DefaultWorkdir}, snap.Close()
 }
 
-// Finish does nothing: nothing runs in these sandboxes.
+// Finish does nothing, because nothing runs in these sandboxes.
 func (freeBuilder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, engine.Sandbox) error {
 	return nil
 }
 
 // DropImage implements node.Builder.
-func (freeBuilder) DropImage(context.Context, string) (bool, error) { return true, nil }
+func (freeBuilder) DropImage(context.Context, sandbox.Namespace, string) (bool, error) {
+	return true, nil
+}
 
-// Rehearse does nothing, likewise.
+// Rehearse does nothing, because nothing runs in these sandboxes.
 func (freeBuilder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error { return nil }

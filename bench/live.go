@@ -7,22 +7,22 @@ import (
 	"time"
 )
 
-// LiveConfig says what Live and LiveBare measure.
+// LiveConfig configures Live and LiveBare.
 type LiveConfig struct {
-	// Guest of Linux has the program touch-pages in its root filesystem.
+	// Guest of Linux contains the program touch-pages in its root filesystem.
 	Guest
-	// Dirty is how much memory the source has written before each fork, in
-	// pages that lie Stride apart.
+	// Dirty is how many bytes the source has written before each fork, in pages that
+	// are Stride apart.
 	Dirty  uint64
 	Stride int
 	// Count is how many forks are measured.
 	Count int
-	// Patience is how long the bare guest's captures give way to it.
+	// Patience is how long the bare guest's captures yield to it.
 	Patience time.Duration
 }
 
-// LiveReport is what they found. Each fork is of a source that has written
-// Dirty bytes and is busy.
+// LiveReport is the result of Live and LiveBare. Each fork is of a busy source that
+// has written Dirty bytes.
 type LiveReport struct {
 	Engine string `json:"engine"`
 	Guest  string `json:"guest"`
@@ -31,40 +31,41 @@ type LiveReport struct {
 	Dirty  uint64 `json:"dirty_bytes"`
 	Stride int    `json:"stride_pages"`
 	Count  int    `json:"count"`
-	// WhyCopiedInPause says why memory was copied in the pause, if it was.
+	// WhyCopiedInPause says why memory was copied during the pause; empty if it was
+	// not.
 	WhyCopiedInPause string  `json:"stood_still,omitempty"`
 	Floor            Summary `json:"floor"`
-	// Pause is for how long the source stood still, as the host saw it. Gap is
-	// the longest gap between two readings of the TSC that the guest saw
-	// around it, and QuietGap the same without a fork: what the host's other
-	// work costs. Where KVM can, a guest's TSC does not count a pause, and
-	// the gap says nothing.
+	// Pause is how long the source stood still, measured on the host. Gap is the
+	// longest gap between two readings of the TSC that the guest saw around the fork.
+	// QuietGap is the same without a fork, which is the effect of the host's other
+	// work. If KVM can stop the guest's TSC, the TSC does not count a pause, and the
+	// gap is meaningless.
 	Pause    Summary `json:"pause"`
 	Gap      Summary `json:"guest_gap"`
 	QuietGap Summary `json:"guest_gap_without_fork"`
-	// Writes is the 99th percentile of all writes of the source's first pass over
-	// what it had written, begun as the fork was called, as the guest's TSC tells,
-	// and QuietWrites that without a fork. Stalls are those of these writes that
-	// had to wait; QuietStalls as many of the slowest without a fork. Of a Linux guest
-	// only the longest is known. Served is how long the host took to answer
-	// them.
+	// Writes is the 99th percentile of all writes in the source's first pass over its
+	// dirty memory, by the guest's TSC. The pass begins when the fork is called.
+	// QuietWrites is the same without a fork. Stalls are the writes of that pass that
+	// had to wait. QuietStalls are as many of the slowest writes without a fork. Of a
+	// Linux guest only the longest is known. Served is how long the host took to
+	// answer the writes.
 	Writes      Summary `json:"write_p99"`
 	QuietWrites Summary `json:"write_p99_without_fork"`
 	Stalls      Stalls  `json:"stalls"`
 	QuietStalls Stalls  `json:"slowest_writes_without_fork"`
 	Served      Stalls  `json:"stalls_served"`
-	// Pass is how long that pass took, Next the first one after a fork whose
-	// copy is complete, QuietPass one without a fork.
+	// Pass is how long that pass took. Next is the first pass after the fork's copy
+	// is complete. QuietPass is a pass without a fork.
 	Pass      Summary `json:"pass_during_fork"`
 	Next      Summary `json:"next_pass"`
 	QuietPass Summary `json:"pass_without_fork"`
-	// Silence is the longest time for which a program in a Linux source that
-	// prints every 2 ms was not heard outside, during a fork of one child.
-	// QuietSilence is the same without a fork.
+	// Silence is the longest time for which a program in a Linux source that prints
+	// every 2 ms was not heard outside, during a fork of one child. QuietSilence is
+	// the same without a fork.
 	Silence      Summary `json:"silence"`
 	QuietSilence Summary `json:"silence_without_fork"`
-	// Captured is from the call until the copy is complete, One and Ten until
-	// the first of one and the last of ten children has answered.
+	// Captured is the time from the call until the copy is complete. One is the time
+	// until a single child has answered, and Ten until the last of ten children has.
 	Captured Summary `json:"captured"`
 	One      Summary `json:"first_answer_of_one"`
 	Ten      Summary `json:"first_answer_of_ten"`
@@ -78,7 +79,7 @@ func newLiveReport(guest string, cfg LiveConfig) LiveReport {
 	}
 }
 
-// liveSamples are what a LiveReport summarizes.
+// liveSamples are the samples of a LiveReport.
 type liveSamples struct {
 	floor, pause, gap, quietGap, pass, next, quietPass, silence, quietSilence, captured, one, ten []time.Duration
 

@@ -25,7 +25,7 @@ const (
 	bareClasses = 11
 )
 
-// bareFirstPage is above the bare guest itself.
+// bareFirstPage is above the memory of the bare guest itself.
 const bareFirstPage = 32 << 20 / guestmem.PageSize
 
 // LiveBare measures live forks of the bare test guest, in this process.
@@ -35,8 +35,8 @@ func LiveBare(ctx context.Context, cfg LiveConfig) (report LiveReport, err error
 	if end := (bareFirstPage + pages*uint64(cfg.Stride)) * guestmem.PageSize; cfg.Stride < 1 || pages == 0 || end > cfg.Memory {
 		return report, fmt.Errorf("bench live: %d pages, %d apart, do not fit into %d MiB of memory", pages, cfg.Stride, cfg.Memory>>20)
 	}
-	// As in a vmm process: a vCPU keeps its P while it is in the guest, and who
-	// answers its writes must find one, whatever else goes on.
+	// A vCPU keeps its P while it is in the guest, as in a vmm process. The goroutine
+	// that answers its writes must find a free P, whatever else runs.
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(2*cfg.VCPUs + 4))
 	b, err := newLiveBare(cfg)
 	if err != nil {
@@ -48,7 +48,7 @@ func LiveBare(ctx context.Context, cfg LiveConfig) (report LiveReport, err error
 		return report, err
 	}
 	defer func() { err = errors.Join(err, floor.Close()) }()
-	// All RAM is there, as after a while of work.
+	// All RAM has been touched, as after a while of work.
 	if err := b.source.do(bareRead, 0, uint32(cfg.Memory/guestmem.PageSize), 1); err != nil {
 		return report, fmt.Errorf("bench live: %w", err)
 	}
@@ -73,7 +73,7 @@ func LiveBare(ctx context.Context, cfg LiveConfig) (report LiveReport, err error
 	return report, nil
 }
 
-// liveBare is a bare guest that is forked again and again.
+// liveBare is a bare guest that is forked repeatedly.
 type liveBare struct {
 	cfg           LiveConfig
 	sys           *kvm.System
@@ -81,10 +81,10 @@ type liveBare struct {
 	source        *bareGuest
 	pages         uint32
 	khz           uint64
-	spins         uint32             // of a spin of some length
-	below         []guestmem.Mapping // what the source maps by now
-	layer         *os.File           // in which that is
-	lingers       *vmm.Capture       // the last, until it is left
+	spins         uint32             // readings of a spin of the right length
+	below         []guestmem.Mapping // the source's current mappings
+	layer         *os.File           // the file of these mappings
+	lingers       *vmm.Capture       // the last capture, until leave
 }
 
 func newLiveBare(cfg LiveConfig) (_ *liveBare, err error) {
@@ -101,7 +101,7 @@ func newLiveBare(cfg LiveConfig) (_ *liveBare, err error) {
 		return nil, err
 	}
 	if b.uffd, err = os.OpenFile("/dev/userfaultfd", os.O_RDWR, 0); err != nil {
-		b.uffd = nil // it is copied in the pause then, and the report says so
+		b.uffd = nil // memory is then copied during the pause, and the report says so
 	}
 	kernel, err := assets.Open(assets.TestGuest)
 	if err != nil {
@@ -116,7 +116,7 @@ func newLiveBare(cfg LiveConfig) (_ *liveBare, err error) {
 	if err := g.vm.Start(); err != nil {
 		return nil, err
 	}
-	if _, err := g.result(); err != nil { // its first word
+	if _, err := g.result(); err != nil { // the guest's first result
 		return nil, err
 	}
 	return b, nil
@@ -140,18 +140,18 @@ func (b *liveBare) close() error {
 	return errors.Join(errs...)
 }
 
-// dirty makes the source write its memory.
+// dirty makes the source write to its memory.
 func (b *liveBare) dirty() error {
 	return b.source.do(bareDirty, bareFirstPage, b.pages, uint32(b.cfg.Stride), 1)
 }
 
-// leastStall is what a write takes at least that may have waited.
+// leastStall is the shortest duration of a write that may have waited.
 const leastStall = 4 * time.Microsecond
 
-// timed has the source write its memory once more, beside begin, and returns
-// how long its writes took, one by one and all of them.
+// timed lets the source write to its memory once more while begin runs. It returns
+// the durations of the single writes, and of all of them together.
 func (b *liveBare) timed(begin func() error, forks bool) (w writes, all time.Duration, err error) {
-	if forks { // sharing what the last fork left is long over
+	if forks { // in practice the pages left by the last fork are shared long before the next
 		if err := b.leave(); err != nil {
 			return w, 0, err
 		}
@@ -176,8 +176,7 @@ func (b *liveBare) timed(begin func() error, forks bool) (w writes, all time.Dur
 	return w, all, err
 }
 
-// spin has the source look at its TSC, beside begin, and returns the longest
-// gap.
+// spin lets the source read its TSC while begin runs, and returns the longest gap.
 func (b *liveBare) spin(begin func() error) (time.Duration, error) {
 	b.source.commands <- []uint32{bareSpin, b.spins}
 	if err := begin(); err != nil {
@@ -186,10 +185,10 @@ func (b *liveBare) spin(begin func() error) (time.Duration, error) {
 	return b.source.ticks(b.khz)
 }
 
-// spinTime is how long the source looks at its TSC: longer than a pause.
+// spinTime is how long the source reads its TSC. It is longer than a pause.
 const spinTime = 200 * time.Millisecond
 
-// calibrate finds out how many readings of the TSC take spinTime.
+// calibrate determines how many readings of the TSC take spinTime.
 func (b *liveBare) calibrate() error {
 	b.spins = 1000
 	start := time.Now()
@@ -206,7 +205,7 @@ func (b *liveBare) round(s *liveSamples, r *LiveReport) error {
 		return err
 	}
 	if b.spins == 0 {
-		if _, err := b.fork(0, s, r); err != nil { // tells the TSC's frequency
+		if _, err := b.fork(0, s, r); err != nil { // reports the TSC's frequency
 			return err
 		}
 		if err := errors.Join(b.calibrate(), b.dirty()); err != nil {
@@ -261,7 +260,7 @@ func (b *liveBare) round(s *liveSamples, r *LiveReport) error {
 	return err
 }
 
-// fork forks the source and returns when the last of the children has run.
+// fork forks the source and returns once the last of the children has run.
 func (b *liveBare) fork(children int, s *liveSamples, r *LiveReport) (_ time.Duration, err error) {
 	start := time.Now()
 	fd, err := unix.MemfdCreate("layer", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
@@ -275,7 +274,7 @@ func (b *liveBare) fork(children int, s *liveSamples, r *LiveReport) (_ time.Dur
 	}
 	old := b.layer
 	if b.layer = file; old != nil {
-		if err := old.Close(); err != nil { // all that it had is in the new one
+		if err := old.Close(); err != nil { // the new file contains all of its data
 			return 0, err
 		}
 	}
@@ -298,7 +297,7 @@ func (b *liveBare) fork(children int, s *liveSamples, r *LiveReport) (_ time.Dur
 	return last, nil
 }
 
-// capture stores the source beside itself, as a vmm process does.
+// capture captures the source while it runs, as a vmm process does.
 func (b *liveBare) capture(file *os.File, s *liveSamples, r *LiveReport) (_ *frozenBare, err error) {
 	if err := b.leave(); err != nil {
 		return nil, err
@@ -364,8 +363,8 @@ func (b *liveBare) capture(file *os.File, s *liveSamples, r *LiveReport) (_ *fro
 	return f, nil
 }
 
-// leave shares what the source has not written since the last fork. A vmm
-// process does that some time after it, or before the next.
+// leave shares the pages that the source has not written since the last fork. A vmm
+// process does that some time after a fork, or before the next one.
 func (b *liveBare) leave() error {
 	c := b.lingers
 	if c == nil {
@@ -375,14 +374,14 @@ func (b *liveBare) leave() error {
 	return errors.Join(c.Share(), c.Close())
 }
 
-// bareGuest gives commands to a bare guest, one after the other. While it has
-// none, the guest asks again and again: a pause does not wait for a command.
+// bareGuest gives commands to a bare guest, one after the other. Without a command,
+// the guest asks again and again, so a pause does not wait for a command.
 type bareGuest struct {
 	vm       *vmm.VM
 	commands chan []uint32
 	results  chan timedResult
-	args     []uint32  // of the command that is being read; vCPU thread only
-	at       time.Time // of the result that was taken last
+	args     []uint32  // of the command being read; used by the vCPU's thread only
+	at       time.Time // of the last result
 }
 
 type timedResult struct {
@@ -429,7 +428,7 @@ func (g *bareGuest) result() (uint32, error) {
 	}
 }
 
-// ticks takes a result of two words, in ticks of a TSC.
+// ticks reads a result of two words, in ticks of a TSC.
 func (g *bareGuest) ticks(khz uint64) (time.Duration, error) {
 	low, err := g.result()
 	if err != nil {

@@ -64,10 +64,10 @@ func Live(ctx context.Context, cfg LiveConfig) (report LiveReport, err error) {
 	return report, nil
 }
 
-// liveRound measures a fork under a source that writes all the time, and one
-// of ten children.
+// liveRound measures a fork of a source that writes all the time, and a fork with ten
+// children.
 func liveRound(ctx context.Context, source engine.Sandbox, p *toucher, s *liveSamples, r *LiveReport) error {
-	if _, _, err := p.run(onePass, nil); err != nil { // what the last round left
+	if _, _, err := p.run(onePass, nil); err != nil { // finishes the aftermath of the last round
 		return err
 	}
 	wait, pass, err := p.run(longPasses, nil)
@@ -106,7 +106,7 @@ func liveRound(ctx context.Context, source engine.Sandbox, p *toucher, s *liveSa
 	return err
 }
 
-// liveForks forks a source and returns when all children have answered.
+// liveForks forks a source and returns once all children have answered.
 func liveForks(ctx context.Context, source engine.Sandbox, children int, s *liveSamples, r *LiveReport) (time.Duration, error) {
 	start := time.Now()
 	f, err := source.Fork(ctx, make([]engine.ForkOptions, children))
@@ -134,7 +134,7 @@ const (
 	longPasses = "l"
 )
 
-// toucher is a program in the guest that writes its memory when told.
+// toucher is a program in the guest that writes to its memory on command.
 type toucher struct {
 	commands *io.PipeWriter
 	results  *bufio.Scanner
@@ -159,8 +159,8 @@ func startToucher(ctx context.Context, sb engine.Sandbox, cfg LiveConfig) *touch
 
 func (p *toucher) stop() { _ = p.commands.Close() }
 
-// run sends a command, does something beside it, and returns the longest write
-// and the longest pass.
+// run sends a command, runs beside meanwhile, and returns the longest write and the
+// longest pass.
 func (p *toucher) run(command string, beside func() error) (longest, pass time.Duration, err error) {
 	if _, err := io.WriteString(p.commands, command); err != nil {
 		return 0, 0, err

@@ -14,12 +14,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// LoadCommand is the argument with which a program that measures the network is started
-// again, in a sandbox or beside it, as the client of its server: it must call ServeLoad
-// with the next argument then.
+// LoadCommand is the argument with which a program that measures the network is
+// started again, in a sandbox or beside it, as the client of its server. The program
+// must then call ServeLoad with the next argument.
 const LoadCommand = "bench-load"
 
-// What a client does with its connections.
+// The kinds of loads of a client.
 const (
 	loadUp      = "up"      // sends
 	loadDown    = "down"    // receives
@@ -27,39 +27,39 @@ const (
 	loadConnect = "connect" // opens connections, one after the other, and closes them
 )
 
-// load is what a client is told to do.
+// load describes the work of a client.
 type load struct {
 	Server string `json:"server"`
 	What   string `json:"what"`
-	// Connections are open at once while bytes are sent or received, for so long.
+	// Connections are open at once while bytes are sent or received for For.
 	Connections int           `json:"connections,omitempty"`
 	For         time.Duration `json:"for,omitempty"`
 	// Count is how many bytes are echoed, or connections opened.
 	Count int `json:"count,omitempty"`
 }
 
-// loaded is what came of it.
+// loaded is the result of a load.
 type loaded struct {
-	// Bytes have arrived, all of them Took after the connections were open.
+	// Bytes have arrived. The last arrived Took after the connections were open.
 	Bytes uint64        `json:"bytes"`
 	Took  time.Duration `json:"took"`
-	// CPU is the processor time of the client in that time, as the kernel that it runs
-	// on counts it.
+	// CPU is the client's processor time meanwhile, as counted by the kernel that it
+	// runs on.
 	CPU time.Duration `json:"cpu"`
 	// Samples are the durations of echoes or of opening connections.
 	Samples []time.Duration `json:"samples,omitempty"`
-	// Failed says why there is nothing of it.
+	// Failed says why the load failed.
 	Failed string `json:"failed,omitempty"`
 }
 
-// loadBegins is the line that a client writes when its connections are open. The next
-// and last one is a loaded in JSON.
+// loadBegins is the line that a client writes once its connections are open. The next
+// line is the last, a loaded in JSON.
 const loadBegins = "begin"
 
-// loadBuffer is how much is sent and received at a time.
+// loadBuffer is how many bytes are sent or received at a time.
 const loadBuffer = 128 << 10
 
-// ServeLoad is the process of a client: argument is a load in JSON.
+// ServeLoad is the process of a client. argument is a load in JSON.
 func ServeLoad(ctx context.Context, argument string, out io.Writer) error {
 	var l load
 	if err := json.Unmarshal([]byte(argument), &l); err != nil {
@@ -96,7 +96,7 @@ func (l load) dial(ctx context.Context) (*net.TCPConn, error) {
 	return c.(*net.TCPConn), nil
 }
 
-// head is the first thing that a client sends: what to do with the connection.
+// head is the first message of a client: the kind of work on the connection.
 type head [9]byte
 
 func newHead(what string, d time.Duration) (h head) {
@@ -114,13 +114,14 @@ func (l load) move(ctx context.Context, begin func() error) (sum loaded, err err
 	defer func() {
 		for _, c := range conns {
 			if c != nil {
-				_ = c.Close() // its end was seen
+				_ = c.Close() // its end was seen already
 			}
 		}
 	}()
 	for i := range conns {
 		if conns[i], err = l.dial(ctx); err == nil {
-			// Go switches Nagle's algorithm off; programs that move many bytes leave it on.
+			// Go turns Nagle's algorithm off, but programs that move many bytes leave
+			// it on.
 			err = conns[i].SetNoDelay(false)
 		}
 		if err != nil {
@@ -150,9 +151,9 @@ func (l load) move(ctx context.Context, begin func() error) (sum loaded, err err
 	return sum, errors.Join(errs...)
 }
 
-// blocking moves bytes with system calls that wait, as most programs do: Go's own way,
-// which tries first and then waits for the poller, has twice as many of them, and in
-// gVisor these are what costs.
+// blocking moves bytes with blocking system calls, as most programs do. Go's own way
+// first tries and then waits for the poller. It needs twice as many system calls, and
+// in gVisor these dominate the cost.
 func (l load) blocking(c *net.TCPConn) (uint64, error) {
 	f, err := c.File()
 	if err != nil {
@@ -166,7 +167,7 @@ func (l load) blocking(c *net.TCPConn) (uint64, error) {
 	return sendCounted(c, fd, l.For)
 }
 
-// waiting is a socket whose system calls wait.
+// waiting is a socket whose system calls block.
 type waiting int
 
 func (fd waiting) Read(b []byte) (int, error) {
@@ -197,12 +198,12 @@ func (fd waiting) Write(b []byte) (done int, err error) {
 func ownCPU() time.Duration {
 	var u unix.Rusage
 	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
-		panic(err) // its arguments are right
+		panic(err) // its arguments are valid
 	}
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// sendCounted sends for some time, and has the receiver count it.
+// sendCounted sends for d, and returns the receiver's count.
 func sendCounted(c *net.TCPConn, fd waiting, d time.Duration) (uint64, error) {
 	sent, err := send(fd, d)
 	if err != nil {
@@ -233,7 +234,7 @@ func send(c io.Writer, d time.Duration) (sent uint64, err error) {
 	return sent, nil
 }
 
-// receive counts all that comes.
+// receive counts the received bytes.
 func receive(c io.Reader) (received uint64, err error) {
 	b := make([]byte, loadBuffer)
 	for {
@@ -253,7 +254,7 @@ func (l load) echo(ctx context.Context, begin func() error) (r loaded, err error
 	if err != nil {
 		return r, err
 	}
-	defer func() { _ = c.Close() }() // nothing is under way
+	defer func() { _ = c.Close() }() // no call is under way
 	h := newHead(loadEcho, 0)
 	if _, err := c.Write(h[:]); err != nil {
 		return r, err
@@ -290,7 +291,7 @@ func (l load) connect(ctx context.Context, begin func() error) (r loaded, err er
 	return r, nil
 }
 
-// loadServer is what clients connect to.
+// loadServer is the server that clients connect to.
 type loadServer struct {
 	l    net.Listener
 	done chan struct{}
@@ -308,8 +309,8 @@ func newLoadServer(ctx context.Context, address string) (*loadServer, error) {
 
 func (s *loadServer) address() string { return s.l.Addr().String() }
 
-// accept serves until the listener is closed. A connection that fails fails at the
-// client, too, which tells.
+// accept serves until the listener is closed. If a connection fails, it also fails at
+// the client, which reports it.
 func (s *loadServer) accept() {
 	defer close(s.done)
 	var all sync.WaitGroup
@@ -356,7 +357,7 @@ func serveLoaded(c *net.TCPConn) error {
 	return errors.New("not a load")
 }
 
-// close returns when all connections have ended; all clients have.
+// close returns once all connections have ended; their clients have ended already.
 func (s *loadServer) close() error {
 	err := s.l.Close()
 	<-s.done

@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// TestLoad: clients do what they are told, and say when they begin.
+// TestLoad: clients run their loads, and report when they begin.
 func TestLoad(t *testing.T) {
 	s, err := newLoadServer(t.Context(), "127.0.0.1:0")
 	if err != nil {
@@ -51,7 +51,7 @@ func TestLoad(t *testing.T) {
 	}
 }
 
-// TestLoadFails: a client that cannot do what it is told says why.
+// TestLoadFails: a client that cannot run its load says why.
 func TestLoadFails(t *testing.T) {
 	for argument, want := range map[string]string{
 		`{"server": "127.0.0.1:1", "what": "up", "connections": 1}`: "connection refused",

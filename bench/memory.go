@@ -12,25 +12,25 @@ import (
 	"strings"
 )
 
-// Memory is what a fork costs, in bytes.
+// Memory is the memory cost of a fork, in bytes.
 type Memory struct {
-	// Guest are the pages of the guest's RAM that it does not share with its
-	// snapshot any more.
+	// Guest are the pages of the guest's RAM that it no longer shares with its
+	// snapshot.
 	Guest uint64 `json:"guest_bytes"`
-	// Process is the private memory of the vmm process without the guest's
-	// RAM, and ProcessShare that with its share of what it has in common with
+	// Process is the private memory of the vmm process without the guest's RAM.
+	// ProcessShare adds the process's share of memory that it has in common with
 	// others (PSS), such as the program's text.
 	Process      uint64 `json:"process_private_bytes"`
 	ProcessShare uint64 `json:"process_pss_bytes"`
-	// PageTables are those of the process (VmPTE), which are in Kernel, too.
+	// PageTables are the page tables of the process (VmPTE). Kernel includes them.
 	PageTables uint64 `json:"page_tables_bytes"`
-	// Kernel is by how much the kernel's memory grew with the fork: of the
-	// cgroup where it is known there, else of the whole machine.
+	// Kernel is how much the kernel's memory grew with the fork: that of the cgroup
+	// if it is known, otherwise that of the whole machine.
 	Kernel int64 `json:"kernel_bytes"`
 }
 
-// ReadMemory reads what a vmm process with a guest of so much RAM has; Kernel
-// is not a matter of one process.
+// ReadMemory reads the memory of a vmm process whose guest has ram bytes of RAM. It
+// leaves out Kernel, which cannot be read for one process.
 func ReadMemory(pid int, ram uint64) (Memory, error) {
 	m, mapped, err := processMemory(strconv.Itoa(pid))
 	if err == nil && mapped != ram {
@@ -39,7 +39,7 @@ func ReadMemory(pid int, ram uint64) (Memory, error) {
 	return m, err
 }
 
-// ownMemory is that of this process, with all the guests in it.
+// ownMemory is the memory of this process, with all the guests in it.
 func ownMemory() (Memory, uint64, error) { return processMemory("self") }
 
 func processMemory(process string) (m Memory, mapped uint64, err error) {
@@ -60,9 +60,9 @@ func processMemory(process string) (m Memory, mapped uint64, err error) {
 	return m, mapped, err
 }
 
-// Anonymous is the memory of a process that no file and no other process has,
-// in bytes. Private memory says more than that: it counts the pages of a file
-// that only one process happens to map.
+// Anonymous is the memory of a process that belongs to no file and no other process,
+// in bytes. Private memory would also count the pages of a file that only one process
+// happens to map.
 func Anonymous(pid int) (uint64, error) {
 	path := filepath.Join("/proc", strconv.Itoa(pid), "smaps_rollup")
 	b, err := os.ReadFile(path)
@@ -76,8 +76,8 @@ func Anonymous(pid int) (uint64, error) {
 	return n, nil
 }
 
-// perFork is what each of some forks in one process has added to it since
-// begin, and to the kernel in all.
+// perFork is how much each of the forks in one process has added to the process since
+// begin. kernel is the growth of the kernel's memory for all forks.
 func (m Memory) perFork(begin Memory, kernel int64, forks int) Memory {
 	n := uint64(forks)
 	each := func(now, then uint64) uint64 { return (max(now, then) - then) / n }
@@ -94,17 +94,17 @@ type mapping struct {
 	flags                           []string
 }
 
-// parseSmaps tells the guest's RAM, which alone is mapped without a reservation
-// of swap (guestmem maps it so, and the Go runtime nothing but, since Linux 6.11,
-// the droppable state of its random numbers), from the rest, and returns how much
-// of it is mapped.
+// parseSmaps separates the guest's RAM from the rest, and returns how many bytes of
+// it are mapped. The guest's RAM is the only memory mapped without a reservation of
+// swap: guestmem maps it so. The Go runtime maps nothing else so but, since Linux
+// 6.11, the droppable state of its random numbers.
 func parseSmaps(r io.Reader) (m Memory, guest uint64, err error) {
 	var at mapping
 	add := func() {
 		if slices.Contains(at.flags, "nr") && !slices.Contains(at.flags, "dp") {
 			guest += at.size
-			// Private memory would count pages of the snapshot that just one
-			// process maps, too.
+			// Private memory would also count pages of the snapshot that just one
+			// process maps.
 			m.Guest += at.anonymous
 		} else {
 			m.Process += at.private
@@ -118,7 +118,7 @@ func parseSmaps(r io.Reader) (m Memory, guest uint64, err error) {
 		if !ok || strings.Contains(name, " ") {
 			continue // the line with the addresses
 		}
-		if name == "VmFlags" { // the last of each mapping
+		if name == "VmFlags" { // the last line of each mapping
 			at.flags = strings.Fields(rest)
 			add()
 			continue
@@ -145,13 +145,13 @@ func parseSmaps(r io.Reader) (m Memory, guest uint64, err error) {
 	return m, guest, lines.Err()
 }
 
-// kibibytes parses "     12 kB".
+// kibibytes parses text like " 12 kB".
 func kibibytes(s string) (uint64, error) {
 	n, err := strconv.ParseUint(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(s), "kB")), 10, 64)
 	return n << 10, err
 }
 
-// field is a number of kibibytes in a file of /proc, in bytes.
+// field reads a number of kibibytes from a file of /proc, in bytes.
 func field(text, name string) (uint64, error) {
 	for line := range strings.Lines(text) {
 		if rest, ok := strings.CutPrefix(line, name); ok {
@@ -161,21 +161,21 @@ func field(text, name string) (uint64, error) {
 	return 0, fmt.Errorf("there is no %s", name)
 }
 
-// kernelMemory reads the memory that the kernel has for itself: slabs, stacks,
-// page tables, those of KVM included.
+// kernelMemory reads the memory that the kernel uses for itself: slabs, stacks and
+// page tables, including those of KVM.
 type kernelMemory struct {
-	// From says where the numbers are from.
+	// From says where the numbers come from.
 	From string
 	read func() (uint64, error)
 }
 
-// grown is the growth since a reading.
+// grown is the growth since an earlier reading.
 func (k kernelMemory) grown(since uint64) (int64, error) {
 	now, err := k.read()
 	return int64(now) - int64(since), err
 }
 
-// newKernelMemory takes this process's cgroup, or else the whole machine.
+// newKernelMemory reads this process's cgroup, or else the whole machine.
 func newKernelMemory() kernelMemory {
 	if path, err := cgroupFile("memory.stat"); err == nil {
 		k := kernelMemory{"cgroup", func() (uint64, error) { return cgroupKernel(path) }}
@@ -192,7 +192,7 @@ func newKernelMemory() kernelMemory {
 	}}
 }
 
-// cgroupFile is a file of this process's cgroup (v2).
+// cgroupFile is the path of a file of this process's cgroup (v2).
 func cgroupFile(name string) (string, error) {
 	b, err := os.ReadFile("/proc/self/cgroup")
 	if err != nil {
@@ -206,7 +206,7 @@ func cgroupFile(name string) (string, error) {
 	return "", errors.New("no cgroup of version 2")
 }
 
-// cgroupKernel reads the field kernel, which Linux has from 5.18 on.
+// cgroupKernel reads the field kernel, which exists since Linux 5.18.
 func cgroupKernel(path string) (uint64, error) {
 	b, err := os.ReadFile(path)
 	if err != nil {
@@ -220,8 +220,8 @@ func cgroupKernel(path string) (uint64, error) {
 	return 0, fmt.Errorf("%s has no field kernel", path)
 }
 
-// machineKernel adds up what /proc/meminfo says of the kernel's own memory.
-// Older kernels lack some of it.
+// machineKernel adds up the kernel's own memory in /proc/meminfo. Older kernels lack
+// some of the fields.
 func machineKernel(meminfo string) (sum uint64, err error) {
 	for _, name := range []string{"Slab:", "KernelStack:", "PageTables:", "SecPageTables:", "Percpu:"} {
 		n, err := field(meminfo, name)
@@ -233,8 +233,8 @@ func machineKernel(meminfo string) (sum uint64, err error) {
 	return sum, nil
 }
 
-// medianMemory takes the median of each part, and of the kernel's growth the
-// mean: it grows in steps.
+// medianMemory takes the median of each part, except for the kernel's growth. Of that
+// it takes the mean, because the kernel's memory grows in steps.
 func medianMemory(sample []Memory) (m Memory) {
 	if len(sample) == 0 {
 		return m

@@ -59,8 +59,8 @@ func TestParseSmaps(t *testing.T) {
 	}
 }
 
-// TestReadMemory: memory mapped as guests' is, told apart from the rest. It runs
-// in a process of its own: the C library that the race detector brings along
+// TestReadMemory: memory that is mapped like that of guests is distinguished from the
+// rest. The test runs in a process of its own: the C library of the race detector
 // maps 64 MiB for a new thread in the same way, unless told not to.
 func TestReadMemory(t *testing.T) {
 	const oneArena = "MALLOC_ARENA_MAX=1"
@@ -146,11 +146,11 @@ func TestMedianMemory(t *testing.T) {
 	}
 }
 
-// TestWalls: so many as asked for live at once, no more are made at a time than
-// allowed, all end, and a failure ends those that are there.
+// TestWalls: as many as asked for live at once, no more are made at a time than
+// allowed, and all end. A failure ends the existing ones.
 func TestWalls(t *testing.T) {
 	var making, alive, most, ended atomic.Int64
-	// The first two wait for each other: two can be made at once.
+	// The first two wait for each other, which shows that two can be made at once.
 	both := make(chan struct{})
 	var second sync.Once
 	fork := func(context.Context) (func() error, error) {
@@ -185,7 +185,7 @@ func TestWalls(t *testing.T) {
 	}
 }
 
-// TestForkBare: the real thing, with few.
+// TestForkBare makes a few real forks.
 func TestForkBare(t *testing.T) {
 	r, err := ForkBare(t.Context(), ForkConfig{Guest: Guest{Memory: 64 << 20, VCPUs: 1}, Count: 2, Walls: []int{3}, Parallel: 1})
 	if err != nil {

@@ -21,70 +21,73 @@ import (
 	"agentrun.dev/internal/node"
 )
 
-// NetworkConfig says what Network measures.
+// NetworkConfig configures Network.
 type NetworkConfig struct {
 	Guest
-	// Connections are numbers of connections at once, each of which is measured up and
-	// down, Rounds times, in turns with plain loopback, for so long each.
+	// Connections are numbers of connections at once. Each is measured up and down,
+	// Rounds times, alternating with plain loopback, for For each time.
 	Connections []int
 	Rounds      int
 	For         time.Duration
-	// Count is how many round trips, and how many connections one after the other, are
-	// measured each way.
+	// Count is how many round trips are measured, and how many connections one after
+	// the other, each way.
 	Count int
-	// Wires is how many idle ones are attached to another netd; 0 leaves it out.
+	// Wires is how many idle wires are attached to another netd; 0 leaves this
+	// measurement out.
 	Wires int
 }
 
-// NetworkReport is what it found.
+// NetworkReport is the result of Network.
 type NetworkReport struct {
 	Engine string `json:"engine"`
 	Memory uint64 `json:"memory_bytes"`
 	VCPUs  int    `json:"vcpus"`
 	Rounds int    `json:"rounds"`
-	// For is how long was sent, each time.
+	// For is the length of each transfer.
 	For        float64      `json:"seconds"`
 	Throughput []Throughput `json:"throughput"`
-	// RoundTrip is of one byte, Connect the time of connect(2). netd has connected to
-	// the server by then.
+	// RoundTrip is the round trip of one byte. Connect is the time of connect(2). By
+	// its end netd has connected to the server.
 	RoundTrip LoadPair `json:"round_trip"`
 	Connect   LoadPair `json:"connect"`
-	// Idle is nil if no wires were attached for it.
+	// Idle measures idle wires; nil if no wires were attached.
 	Idle *IdleWires `json:"idle_wires,omitempty"`
-	// Noisy: plain loopback varied so much that the ratios mean little.
+	// Noisy says that plain loopback varied too much for the ratios to be meaningful.
 	Noisy bool `json:"noisy"`
 }
 
-// LoadPair is the same by plain loopback and from a sandbox.
+// LoadPair is one measurement over plain loopback and from a sandbox.
 type LoadPair struct {
 	Loopback Summary `json:"loopback"`
 	Sandbox  Summary `json:"sandbox"`
 }
 
-// Throughput is how much passes in one direction.
+// Throughput is the throughput in one direction.
 type Throughput struct {
 	// Direction is up, from the sandbox, or down.
 	Direction   string `json:"direction"`
 	Connections int    `json:"connections"`
-	// Loopback and Sandbox are in 10⁶ bytes per second. Ratio is the sandbox's part of
-	// the loopback that was measured right before it.
+	// Loopback and Sandbox are in 10⁶ bytes per second. Ratio is the sandbox's rate
+	// relative to the loopback's rate measured right before.
 	Loopback Spread `json:"loopback_mb_s"`
 	Sandbox  Spread `json:"sandbox_mb_s"`
 	Ratio    Spread `json:"ratio"`
-	// CPU is what both ends of plain loopback take together, Inside that of all the
-	// sandbox's processes, the program that sends or receives included, Netd and Server
-	// of those, Both of sandbox and netd. All are processor seconds for 10⁹ bytes.
+	// CPU is the processor time of both ends of plain loopback together. Inside is
+	// that of all the sandbox's processes, including the program that sends or
+	// receives. Netd and Server are those of the two processes, and Both is that of
+	// sandbox and netd together. All are processor seconds per 10⁹ bytes.
 	CPU    Spread `json:"loopback_cpu_s_gb"`
 	Inside Spread `json:"sandbox_cpu_s_gb"`
 	Netd   Spread `json:"netd_cpu_s_gb"`
 	Both   Spread `json:"sandbox_and_netd_cpu_s_gb"`
 	Server Spread `json:"server_cpu_s_gb"`
-	// Frame is how many bytes a frame in this direction had on average.
+	// Frame is the average size of a frame in this direction, in bytes.
 	Frame Spread `json:"frame_bytes"`
 }
 
-// Network measures TCP from a sandbox through a netd, both in their jails, to a server on
-// the loopback, beside plain loopback. It is called in a network of InOwnNetwork.
+// Network measures TCP from a sandbox through a netd, both in their jails, to a
+// server on the loopback, beside plain loopback. It must be called in a network of
+// InOwnNetwork.
 func Network(ctx context.Context, cfg NetworkConfig) (_ NetworkReport, err error) {
 	report := NetworkReport{
 		Engine: string(cfg.engine()), Memory: cfg.Memory, VCPUs: cfg.VCPUs, Rounds: cfg.Rounds, For: cfg.For.Seconds(),
@@ -113,21 +116,21 @@ func Network(ctx context.Context, cfg NetworkConfig) (_ NetworkReport, err error
 	return report, err
 }
 
-// networkBench is a server, a netd and a sandbox that is connected to it.
+// networkBench is a server, a netd, and a sandbox that is connected to the server.
 type networkBench struct {
 	cfg     NetworkConfig
 	server  *loadServer
 	netd    *netproc.Process
 	client  *netctl.Client
 	sandbox engine.Sandbox
-	helper  int // the process of the sandbox, or the one that has started all of them
+	helper  int // the process of the sandbox, or the one that has started all its processes
 	undo    []func() error
 }
 
-// measuredWire is that of the sandbox.
+// measuredWire is the id of the sandbox's wire.
 const measuredWire netctl.ID = "measured"
 
-// programInside is where the sandbox has this program.
+// programInside is the path of this program in the sandbox.
 const programInside = "/tmp/bench"
 
 func (b *networkBench) open(ctx context.Context) (err error) {
@@ -152,7 +155,7 @@ func (b *networkBench) open(ctx context.Context) (err error) {
 	return errors.Join(err, wire.Close())
 }
 
-// startNetd starts one in a jail, and connects to it.
+// startNetd starts a netd in a jail, and connects to it.
 func (b *networkBench) startNetd(ctx context.Context, name string) (*netproc.Process, *netctl.Client, error) {
 	j, err := netproc.NewJail(jail.Config{AllowUnlimited: b.cfg.Jail.AllowUnlimited, AllowUnjailed: b.cfg.Jail.AllowUnjailed})
 	if err != nil {
@@ -171,7 +174,7 @@ func (b *networkBench) startNetd(ctx context.Context, name string) (*netproc.Pro
 	return p, c, err
 }
 
-// boot starts the sandbox, and gives it this program.
+// boot starts the sandbox, and copies this program into it.
 func (b *networkBench) boot(ctx context.Context) (err error) {
 	resident, err := os.MkdirTemp("/dev/shm", "agentrun-bench-")
 	if err != nil {
@@ -209,7 +212,7 @@ func (b *networkBench) boot(ctx context.Context) (err error) {
 	return err
 }
 
-// wireOf describes the wire of a sandbox that reaches the server and nothing else.
+// wireOf describes the wire of a sandbox that reaches only the server.
 func wireOf(id netctl.ID) netctl.Wire {
 	n := node.Interface()
 	return netctl.Wire{
@@ -219,14 +222,14 @@ func wireOf(id netctl.ID) netctl.Wire {
 	}
 }
 
-// latencies measures round trips and connections, by turns.
+// latencies measures round trips and connections, alternating.
 func (b *networkBench) latencies(ctx context.Context, report *NetworkReport) error {
 	for _, m := range []struct {
 		what string
 		to   *LoadPair
 	}{{loadEcho, &report.RoundTrip}, {loadConnect, &report.Connect}} {
 		var samples [2][]time.Duration
-		const turns = 4 // so that what changes meanwhile is in both
+		const turns = 4 // so that changes of the machine affect both
 		for range turns {
 			for i, run := range []runLoad{b.outside, b.inside} {
 				r, err := run(ctx, load{What: m.what, Count: max(1, b.cfg.Count/turns)}, func() error { return nil })
@@ -275,7 +278,7 @@ func (b *networkBench) throughput(ctx context.Context, direction string, connect
 	return t, nil
 }
 
-// counters are those of the sandbox's wire.
+// counters returns the counters of the sandbox's wire.
 func (b *networkBench) counters(ctx context.Context) (netctl.Counters, error) {
 	all, err := b.client.List(ctx)
 	if err != nil {
@@ -289,7 +292,7 @@ func (b *networkBench) counters(ctx context.Context) (netctl.Counters, error) {
 	return netctl.Counters{}, errors.New("netd has lost the sandbox's wire")
 }
 
-// frameSize is the mean of frames between two readings.
+// frameSize is the mean size of frames between two readings.
 func frameSize(direction string, before, after netctl.Counters) float64 {
 	frames, bytes := after.FramesIn-before.FramesIn, after.BytesIn-before.BytesIn
 	if direction == loadDown {
@@ -298,10 +301,12 @@ func frameSize(direction string, before, after netctl.Counters) float64 {
 	return float64(bytes) / float64(max(frames, 1))
 }
 
-// cpuUse is processor time of the processes of a transfer, in seconds for 10⁹ bytes.
+// cpuUse is the processor time of the processes of a transfer, in seconds per 10⁹
+// bytes.
 type cpuUse struct{ client, server, sandbox, netd float64 }
 
-// timed runs a load and says how many 10⁶ bytes went over in a second, and what it took.
+// timed runs a load and returns its rate in 10⁶ bytes per second, and the processor
+// time that it used.
 func (b *networkBench) timed(ctx context.Context, run runLoad, l load) (rate float64, used cpuUse, err error) {
 	read := func() (server, inside, netd time.Duration, err error) {
 		server = ownCPU()
@@ -328,7 +333,7 @@ func (b *networkBench) timed(ctx context.Context, run runLoad, l load) (rate flo
 	}, err
 }
 
-// runLoad has a client do something; begun is called when its connections are open.
+// runLoad lets a client run a load. begun is called once its connections are open.
 type runLoad func(ctx context.Context, l load, begun func() error) (loaded, error)
 
 func (b *networkBench) argument(l load) (string, error) {
@@ -356,7 +361,7 @@ func (b *networkBench) outside(ctx context.Context, l load, begun func() error) 
 	return r, errors.Join(err, cmd.Wait())
 }
 
-// inside runs it in the sandbox.
+// inside runs the client in the sandbox.
 func (b *networkBench) inside(ctx context.Context, l load, begun func() error) (r loaded, err error) {
 	a, err := b.argument(l)
 	if err != nil {
@@ -369,15 +374,15 @@ func (b *networkBench) inside(ctx context.Context, l load, begun func() error) (
 		if err == nil {
 			err = exited(status.Code)
 		}
-		_ = in.CloseWithError(err) // always nil
+		_ = in.CloseWithError(err) // it always returns nil
 		ended <- err
 	}()
 	r, err = readLoaded(out, begun)
-	_ = out.CloseWithError(errors.New("nobody listens any more")) // always nil
+	_ = out.CloseWithError(errors.New("nobody listens any more")) // it always returns nil
 	return r, errors.Join(err, <-ended)
 }
 
-// readLoaded reads what a client says, to its end.
+// readLoaded reads the messages of a client, to their end.
 func readLoaded(from io.Reader, begun func() error) (r loaded, err error) {
 	lines := bufio.NewReader(from)
 	line, err := lines.ReadString('\n')

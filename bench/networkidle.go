@@ -11,21 +11,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// IdleWires is what wires cost on which nothing was ever sent.
+// IdleWires measures the cost of wires on which nothing was ever sent.
 type IdleWires struct {
 	Wires int `json:"wires"`
-	// Anonymous is by how much the memory of netd has grown for each, Kernel by how much
-	// that of the kernel has, for the wire's sockets, too.
+	// Anonymous is how much the memory of netd has grown for each wire. Kernel is how
+	// much the kernel's memory has grown, including the wire's sockets.
 	Anonymous int64 `json:"anonymous_bytes"`
 	Kernel    int64 `json:"kernel_bytes"`
-	// KernelFrom says whose growth Kernel is: cgroup or machine.
+	// KernelFrom says where Kernel was measured: cgroup or machine.
 	KernelFrom string `json:"kernel_memory_of"`
-	// Attach is the time of the request, one after the other.
+	// Attach is the time of one request; the requests follow each other.
 	Attach Summary `json:"attach"`
 }
 
-// idleWires attaches wires whose other ends nobody uses, to a netd that does nothing
-// else: one that has carried bytes has room in its heap.
+// idleWires attaches wires whose other ends are not used, to a netd without other
+// work: a netd that has carried bytes has free room in its heap.
 func (b *networkBench) idleWires(ctx context.Context) (_ *IdleWires, err error) {
 	netd, client, err := b.startNetd(ctx, "netd-idle")
 	if err != nil {
@@ -46,7 +46,8 @@ func (b *networkBench) idleWires(ctx context.Context) (_ *IdleWires, err error) 
 		}
 		return took, err
 	}
-	// A netd has given back what its start has left some time after its first wire.
+	// Some time after its first wire, a netd has returned the memory that its start
+	// has left.
 	if _, err := attach("first"); err != nil {
 		return nil, err
 	}
@@ -77,7 +78,8 @@ func (b *networkBench) idleWires(ctx context.Context) (_ *IdleWires, err error) 
 	return idle, err
 }
 
-// attachIdle attaches a wire, and returns its other end and how long the request took.
+// attachIdle attaches a wire. It returns the wire's other end, and how long the
+// request took.
 func attachIdle(ctx context.Context, client *netctl.Client, id netctl.ID) (*os.File, time.Duration, error) {
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -89,8 +91,9 @@ func attachIdle(ctx context.Context, client *netctl.Client, id netctl.ID) (*os.F
 	return guest, time.Since(start), errors.Join(err, host.Close())
 }
 
-// settled is the anonymous memory of a process when it has not changed for longer than a
-// netd takes to give back what requests have left. Nothing tells when it does.
+// settled is the anonymous memory of a process once it is stable: unchanged for
+// longer than a netd takes to return the memory of requests. There is no event for
+// that.
 func settled(ctx context.Context, pid int) (uint64, error) {
 	const pause, enough, patience = 100 * time.Millisecond, 3 * time.Second, 60 * time.Second
 	last, err := Anonymous(pid)

@@ -21,24 +21,26 @@ import (
 
 // nodeConfig describes a node with one pool.
 type nodeConfig struct {
-	// Image is one of Images.
+	// Image is an image in Images.
 	Image  string
 	Images *image.Store
-	// Root is a root filesystem to use instead of an image.
+	// Root is a root filesystem that replaces the image.
 	Root   *rootTemplate
 	Memory uint64
 	Folder string
 	Engine pick.Kind
 	Jail   microvm.JailPolicy
-	// Opened is the engine, if it is open already; it stays the caller's.
+	// Opened is an engine that is open already; the caller keeps and closes it.
 	Opened engine.Engine
 	// Warmup may be nil.
 	Warmup *sandbox.Program
 	// Observer may be nil, and Starts 0.
 	Observer sandbox.Observer
 	Starts   int
-	// Cost is that of the journal's commits.
+	// Cost is the cost of the journal's commits.
 	Cost journal.Cost
+	// Reserve is how much of the disk is kept free of what tenants store.
+	Reserve uint64
 }
 
 func (cfg nodeConfig) builder(e engine.Engine) node.Builder {
@@ -51,7 +53,7 @@ func (cfg nodeConfig) builder(e engine.Engine) node.Builder {
 	return &template.Builder{Engine: e, Images: cfg.Images, PlainRoots: cfg.Engine == pick.GVisor}
 }
 
-// rootTemplate is a template that is made of a root filesystem, without an image.
+// rootTemplate is a template made from a root filesystem, without an image.
 type rootTemplate struct{ ForkConfig }
 
 // rootBuilder builds such a template.
@@ -79,14 +81,17 @@ func (b *rootBuilder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Buil
 }
 
 // DropImage implements node.Builder.
-func (*rootBuilder) DropImage(context.Context, string) (bool, error) { return true, nil }
+func (*rootBuilder) DropImage(context.Context, sandbox.Namespace, string) (bool, error) {
+	return true, nil
+}
 
-// Rehearse does nothing: the template has no interpreter that its user will speak to.
+// Rehearse does nothing, because the template has no interpreter that its user will
+// speak to.
 func (b *rootBuilder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error {
 	return nil
 }
 
-// benchNode is what a daemon has but for its server: a manager with a pool, in which no
+// benchNode is a daemon without its server: a manager with a pool, in which no
 // sandbox waits at first.
 type benchNode struct {
 	manager *node.Manager
@@ -115,7 +120,7 @@ func newNode(ctx context.Context, cfg nodeConfig) (*benchNode, error) {
 	return n, n.keep(ctx, 0)
 }
 
-// open opens the manager of a state folder, which may have sandboxes in it.
+// open opens the manager of a state folder, which may contain sandboxes.
 func (n *benchNode) open(ctx context.Context, cfg nodeConfig) error {
 	e, err := n.openEngine(cfg)
 	if err != nil {
@@ -127,7 +132,7 @@ func (n *benchNode) open(ctx context.Context, cfg nodeConfig) error {
 	}
 	n.manager, err = node.Open(ctx, node.Config{
 		Dir: filepath.Join(cfg.Folder, "state"), Engine: e, Boot: boot, Capacity: 1 << 62,
-		Builder: cfg.builder(e), Observer: cfg.Observer, Starts: cfg.Starts, Commits: cfg.Cost, Log: slog.New(slog.DiscardHandler),
+		Builder: cfg.builder(e), Observer: cfg.Observer, Starts: cfg.Starts, Commits: cfg.Cost, StorageReserve: cfg.Reserve, Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
 		return err
@@ -153,7 +158,7 @@ func (n *benchNode) openEngine(cfg nodeConfig) (engine.Engine, error) {
 	return e, nil
 }
 
-// keep makes so many sandboxes wait in the pool, and waits until they do.
+// keep lets count sandboxes wait in the pool, and returns once they do.
 func (n *benchNode) keep(ctx context.Context, count int) error {
 	if _, err := n.manager.ApplyPool(ctx, benchKey(benchPool), sandbox.PoolSpec{Template: benchPool, Replicas: count, Stage: sandbox.AfterReady}); err != nil {
 		return err
@@ -170,7 +175,7 @@ func (n *benchNode) keep(ctx context.Context, count int) error {
 			return errors.New(st.Problem)
 		}
 		select {
-		case <-time.After(10 * time.Millisecond): // there is nothing to wait on
+		case <-time.After(10 * time.Millisecond): // there is no event to wait for
 		case <-ctx.Done():
 			return ctx.Err()
 		}
@@ -179,7 +184,7 @@ func (n *benchNode) keep(ctx context.Context, count int) error {
 
 func (n *benchNode) close() error { return undoAll(n.undo) }
 
-// use claims a fork and does something in it; took is without the claim.
+// use claims a fork and does something in it. took does not include the claim.
 func (n *benchNode) use(ctx context.Context, name string, do func(sandbox.Session) error) (took time.Duration, err error) {
 	if _, _, err := n.manager.Claim(ctx, sandbox.ClaimRequest{Key: benchKey(name), Spec: sandbox.ClaimSpec{Pool: benchPool}}); err != nil {
 		return 0, err
@@ -194,7 +199,7 @@ func (n *benchNode) use(ctx context.Context, name string, do func(sandbox.Sessio
 	return time.Since(begin), err
 }
 
-// one is use of a fork that ends then.
+// one is use of a fork that ends afterwards.
 func (n *benchNode) one(ctx context.Context, name string, do func(sandbox.Session) error) (time.Duration, error) {
 	took, err := n.use(ctx, name, do)
 	_, killErr := n.manager.Kill(ctx, benchKey(name))

@@ -12,20 +12,20 @@ import (
 	"github.com/vishvananda/netlink"
 )
 
-// serverAddress is where the benchmark's server listens. It is set aside for documents,
-// closed to sandboxes unless it is allowed by address, and is nowhere but on the loopback
-// of the network that InOwnNetwork makes.
+// serverAddress is the address of the benchmark's server. It is reserved for
+// documentation. Sandboxes can reach it only if a rule by address allows it. It
+// exists only on the loopback of the network that InOwnNetwork makes.
 const serverAddress = "198.51.100.7"
 
-// InOwnNetwork runs this program with other arguments in a network namespace that has
-// nothing in it: then Network can be called, and neither meets nor changes the machine's
-// own network. Processes that it starts are in there, too.
+// InOwnNetwork runs this program with other arguments in an empty network namespace.
+// There Network can be called, without meeting or changing the machine's own network.
+// Processes that it starts are in that namespace as well.
 func InOwnNetwork(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	runtime.LockOSThread() // the child is killed when this thread ends
 	defer runtime.UnlockOSThread()
 	cmd := exec.CommandContext(ctx, "/proc/self/exe", args...)
 	cmd.Stdout, cmd.Stderr = stdout, stderr
-	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) } // it has things to undo
+	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) } // it has to clean up
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGTERM}
 	if err := cmd.Run(); err != nil {
 		return fmt.Errorf("measure in a network of its own (as root): %w", err)

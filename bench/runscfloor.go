@@ -23,9 +23,9 @@ type sampler interface {
 	Close() error
 }
 
-// floorOf is the floor of an engine: what KVM takes for any machine, or what
-// runsc takes by its command line to restore a shell that answers, beside what
-// warm has left running.
+// floorOf is the floor of an engine. For microVMs it is the time that KVM takes for
+// any machine. For gVisor it is the time that runsc takes, through its command line,
+// to restore a shell that answers, beside the programs that warm has left running.
 func floorOf(kind pick.Kind, root, warm string) (sampler, error) {
 	if kind == pick.GVisor {
 		return newRunscFloor(root, warm)
@@ -33,10 +33,10 @@ func floorOf(kind pick.Kind, root, warm string) (sampler, error) {
 	return NewFloor()
 }
 
-// runscFloor restores the checkpoint of a shell with a plain runsc, by its
-// command line, as anybody would: compression aside, with its defaults. It is the
-// runsc in gvisor-helper, as go install builds it: what the helper does to be
-// quicker it does for its own sandboxes alone.
+// runscFloor restores the checkpoint of a shell with a plain runsc, through its
+// command line and, except for compression, with its defaults. It uses the runsc in
+// gvisor-helper, as go install builds it. The helper's own optimisations apply only
+// to its own sandboxes.
 type runscFloor struct {
 	runsc, dir string
 	count      int
@@ -110,8 +110,7 @@ func (f *runscFloor) command(args ...string) *exec.Cmd {
 	}, args...)...)
 }
 
-// ask starts a sandbox and returns how long it took until the shell in it had
-// answered.
+// ask starts a sandbox and returns how long it took until its shell had answered.
 func (f *runscFloor) ask(args ...string) (took time.Duration, end func() error, err error) {
 	f.count++
 	cmd := f.command(append(args, f.id())...)
@@ -156,5 +155,5 @@ func (f *runscFloor) Sample() (time.Duration, error) {
 	return took, end()
 }
 
-// Close removes what was made.
+// Close removes the floor's folder.
 func (f *runscFloor) Close() error { return os.RemoveAll(f.dir) }

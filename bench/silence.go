@@ -10,15 +10,14 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// tickScript is what peers/driver.py runs in microsandbox, too.
+// tickScript is also what peers/driver.py runs in microsandbox.
 const tickScript = "while :; do echo; usleep 2000; done"
 
-// Ticks to hear before and after a fork.
+// Ticks to wait for before and after a fork.
 const ticksBefore, ticksAfter = 20, 5
 
-// Silence is the longest time without a word of a source that talks all the
-// time, as seen from outside, while it is forked: its own clock does not count
-// a pause.
+// Silence is the longest silence of a source that prints all the time, measured from
+// outside while the source is forked. The source's own clock does not count a pause.
 func Silence(ctx context.Context, agent *guestrpc.Client, fork func() error) (_ time.Duration, err error) {
 	x, err := agent.Exec(ctx, guestrpc.ExecRequest{Argv: []string{"/bin/sh", "-c", tickScript}})
 	if err != nil {
@@ -28,7 +27,7 @@ func Silence(ctx context.Context, agent *guestrpc.Client, fork func() error) (_ 
 	copied := make(chan struct{})
 	go func() {
 		defer close(copied)
-		_, _ = x.Copy(nil, ticks, nil) // it ends by our signal
+		_, _ = x.Copy(nil, ticks, nil) // our signal ends it
 	}()
 	defer func() {
 		err = errors.Join(err, agent.Signal(ctx, guestrpc.SignalRequest{ID: x.ID(), Signal: 9}))
@@ -48,8 +47,8 @@ func Silence(ctx context.Context, agent *guestrpc.Client, fork func() error) (_ 
 	return ticks.longestGap(begin), nil
 }
 
-// QuietSilence is the same while nobody forks the source, for some time: what
-// the source's own work and the rest of the machine cost.
+// QuietSilence is the same for a while without a fork: the effect of the source's own
+// work and of the rest of the machine.
 func QuietSilence(ctx context.Context, agent *guestrpc.Client, d time.Duration) (time.Duration, error) {
 	return Silence(ctx, agent, func() error {
 		select {
@@ -61,11 +60,11 @@ func QuietSilence(ctx context.Context, agent *guestrpc.Client, d time.Duration) 
 	})
 }
 
-// ticks notes when something was written.
+// ticks records the times of writes.
 type ticks struct {
 	mu   sync.Mutex // protects all following fields
 	at   []time.Time
-	more chan struct{} // closed and renewed at each tick
+	more chan struct{} // closed and replaced at each tick
 }
 
 func newTicks() *ticks { return &ticks{more: make(chan struct{})} }
@@ -103,7 +102,7 @@ func (t *ticks) hear(ctx context.Context, n int) error {
 	}
 }
 
-// longestGap is between two ticks, from one of them on.
+// longestGap is the longest gap between two ticks, from a given tick on.
 func (t *ticks) longestGap(from int) (longest time.Duration) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

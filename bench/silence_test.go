@@ -31,7 +31,7 @@ func TestLongestGap(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// It may have begun to listen after some of them.
+	// The listener may have begun after some of the ticks.
 	for {
 		select {
 		case err := <-heard:

@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// TestSlowest: of the slowest writes, how long a part of them took.
+// TestSlowest: the duration of a part of the slowest writes.
 func TestSlowest(t *testing.T) {
 	w := writes{khz: 1_000_000, longest: 900 * time.Nanosecond} // a tick is a nanosecond
 	w.classes[0] = 1000                                         // 4 ticks

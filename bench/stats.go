@@ -1,6 +1,6 @@
-// Package bench measures AgentRun on the machine it runs on. Published
-// numbers come from here: each is given beside the floor of the same run, the
-// least that KVM itself takes, because machines differ and are noisy.
+// Package bench measures AgentRun on the machine that it runs on. Published numbers
+// come from this package. Machines differ and are noisy, so each number is given
+// beside the floor of the same run, the least time that KVM itself takes.
 package bench
 
 import (
@@ -30,14 +30,14 @@ func Summarize(sample []time.Duration) Summary {
 	return Summary{N: len(s), P10: at(0.10), P50: at(0.50), P90: at(0.90), P99: at(0.99)}
 }
 
-// noisyRatio: a floor whose median is this many times its tenth percentile
-// was disturbed by something else on the machine.
+// noisyRatio is the ratio of a floor's median to its tenth percentile from which on
+// the floor was disturbed by other work on the machine.
 const noisyRatio = 1.5
 
-// Noisy reports whether a run's floor shows that its numbers mean little.
+// Noisy reports whether a run's floor shows that its numbers are not meaningful.
 func (s Summary) Noisy() bool { return s.P50 > noisyRatio*s.P10 }
 
-// Median is the upper one of two in the middle.
+// Median is the median; of two middle values it is the upper one.
 func Median(sample []uint64) uint64 {
 	if len(sample) == 0 {
 		return 0
@@ -47,14 +47,14 @@ func Median(sample []uint64) uint64 {
 	return s[len(s)/2]
 }
 
-// Spread describes a few measurements of the same.
+// Spread describes a few repetitions of one measurement.
 type Spread struct {
 	Min float64 `json:"min"`
 	P50 float64 `json:"p50"`
 	Max float64 `json:"max"`
 }
 
-// SpreadOf sorts them. Its median, too, is the upper one of two.
+// SpreadOf sorts the values. Of two middle values, its median is the upper one.
 func SpreadOf(sample []float64) Spread {
 	if len(sample) == 0 {
 		return Spread{}

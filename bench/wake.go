@@ -16,34 +16,35 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// WakeConfig says what Wake measures.
+// WakeConfig configures Wake.
 type WakeConfig struct {
-	// Guest has a shell and the usual tools in its root filesystem.
+	// Guest contains a shell and the usual tools in its root filesystem.
 	Guest
-	// Fill is how many MiB of /dev/shm in the sandbox are filled with random bytes.
+	// Fill is how many MiB of the sandbox's /dev/shm are filled with random bytes.
 	Fill  int
 	Count int
 }
 
-// WakeReport is what it found.
+// WakeReport is the result of Wake.
 type WakeReport struct {
 	Engine string `json:"engine"`
 	Memory uint64 `json:"memory_bytes"`
 	Fill   int    `json:"filled_mib"`
-	// Read is reading and hashing the layers that a sandbox was written to, which are
-	// on disk alone; Wake is a fork of it as it is then, until its agent has answered;
-	// Fork is the same once more, with its layers in memory. They take turns, and
-	// caches are dropped before Read and Wake.
+	// Read is reading and hashing the layers that a sandbox was written to, while
+	// they are only on disk. Wake is a fork of these layers in that state, until its
+	// agent has answered. Fork is the same once more, with the layers in memory. The
+	// three take turns, and caches are dropped before Read and Wake.
 	Fork Summary `json:"cold_fork"`
 	Read Summary `json:"read_and_hash"`
 	Wake Summary `json:"wake"`
-	// Hibernate is from the pause until the sandbox is on disk.
+	// Hibernate is the time from the pause until the sandbox is on disk.
 	Hibernate Summary `json:"hibernate"`
-	// Ratio is the median of Wake to those of Fork and Read together.
+	// Ratio is the median of Wake, relative to the sum of the medians of Fork and
+	// Read.
 	Ratio float64 `json:"ratio"`
 }
 
-// Wake measures sandboxes that are hibernated and wake.
+// Wake measures sandboxes that are hibernated and woken.
 func Wake(ctx context.Context, cfg WakeConfig) (_ WakeReport, err error) {
 	report := WakeReport{Memory: cfg.Memory, Fill: cfg.Fill}
 	from := ForkConfig{Guest: cfg.Guest, Program: "true"}
@@ -55,7 +56,7 @@ func Wake(ctx context.Context, cfg WakeConfig) (_ WakeReport, err error) {
 	report.Engine = string(from.engine())
 	var s wakeSamples
 	for i := range cfg.Count + 1 {
-		if i == 1 { // the first loads the template
+		if i == 1 { // the first round loads the template
 			s = wakeSamples{}
 		}
 		if err := s.one(ctx, source, cfg, filepath.Join(cfg.Folder, fmt.Sprint("asleep-", i))); err != nil {
@@ -117,8 +118,8 @@ func (s *wakeSamples) one(ctx context.Context, source *forkSource, cfg WakeConfi
 	return source.engine.Drop(own)
 }
 
-// readOwn reads and hashes the memory layers that a snapshot does not have from
-// another, and lists them.
+// readOwn reads and hashes the memory layers of a snapshot that it does not share
+// with another snapshot, and lists them.
 func readOwn(from, of *snapshot.Snapshot) (own []string, err error) {
 	shared := map[string]bool{}
 	for _, ref := range from.Manifest().MemoryLayers() {
@@ -142,7 +143,7 @@ func readOwn(from, of *snapshot.Snapshot) (own []string, err error) {
 	return own, nil
 }
 
-// dropCaches makes the files of a folder be read from the disk again.
+// dropCaches drops a folder's files from the page cache.
 func dropCaches(dir string) (err error) {
 	root, err := os.OpenRoot(dir)
 	if err != nil {

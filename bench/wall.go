@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// walls makes forks against the wall clock: each number of them anew, all
-// alive until the last one is there.
+// walls makes forks against the wall clock. For each number it starts anew, and keeps
+// all forks alive until the last one has answered.
 func walls(ctx context.Context, cfg ForkConfig, fork func(context.Context) (end func() error, err error)) ([]Wall, error) {
 	var out []Wall
 	for _, n := range cfg.Walls {
@@ -30,7 +30,7 @@ func walls(ctx context.Context, cfg ForkConfig, fork func(context.Context) (end 
 	return out, nil
 }
 
-// inParallel does something n times, some at once, until one fails.
+// inParallel calls do n times, with several calls at once, until one fails.
 func inParallel(n, workers int, do func(i int) error) error {
 	var next atomic.Int64
 	var failed atomic.Bool
@@ -53,7 +53,7 @@ func inParallel(n, workers int, do func(i int) error) error {
 	return errors.Join(errs...)
 }
 
-// undoAll calls all, the last one first.
+// undoAll calls all functions, the last one first.
 func undoAll(undo []func() error) error {
 	var errs []error
 	for _, f := range slices.Backward(undo) {

@@ -12,7 +12,7 @@ packages+=(bash nodejs python3-numpy python3-matplotlib)
 # The Python SDK's tests: their tools, and a certificate.
 packages+=(python3-venv openssl)
 # What sandboxes are connected with in tests: programs that fetch.
-packages+=(git curl ca-certificates python3-pip-whl)
+packages+=(git curl ca-certificates python3-pip-whl python3-requests)
 
 # Any version of the kernel source will do; linux-source is the newest's name.
 if ! compgen -G '/usr/src/linux-source-*.tar.xz' >/dev/null; then

@@ -19,7 +19,7 @@ func check() error {
 	return nil
 }
 
-// whyNoHardware says why this host's KVM cannot be used, or nothing.
+// whyNoHardware says why this host's KVM cannot be used; empty if it can.
 func whyNoHardware() string {
 	// Software KVMs (kvm_pvm) answer the same calls, with quirks of their own.
 	if exists("/sys/module/kvm_pvm") {

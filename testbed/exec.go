@@ -17,15 +17,15 @@ import (
 	"agentrun.dev/testbed/internal/qemu"
 )
 
-// command is what to run inside.
+// command describes a program to run inside.
 type command struct {
 	argv    []string
 	workdir string
 	tty     bool
 }
 
-// execute runs a command in the VM, starting that if need be, and returns
-// its exit code as an exitError.
+// execute runs a command in the VM and returns its exit code as an exitError. It
+// starts the VM if necessary.
 func execute(ctx context.Context, m *qemu.VM, c command) error {
 	if _, err := m.Start(ctx, qemu.Config{}); err != nil {
 		return err
@@ -42,7 +42,7 @@ func execute(ctx context.Context, m *qemu.VM, c command) error {
 			start.Rows, start.Cols = uint16(rows), uint16(cols)
 		}
 		if old, err := term.MakeRaw(0); err == nil {
-			defer func() { _ = term.Restore(0, old) }() // nothing to do about a terminal that is gone
+			defer func() { _ = term.Restore(0, old) }() // fails only if the terminal is gone
 		}
 	}
 	raw, err := json.Marshal(start)
@@ -95,8 +95,8 @@ func receive(m *qemu.VM, conn *qemu.Conn, acks chan<- int) error {
 			if parseErr != nil {
 				return parseErr
 			}
-			// Never blocks for long: sendStdin takes acks whenever it waits,
-			// and otherwise there is at most one for each of its frames.
+			// This never blocks for long: sendStdin receives acks whenever it waits,
+			// and otherwise at most one is pending for each of its frames.
 			select {
 			case acks <- int(n):
 			default:
@@ -115,13 +115,13 @@ func receive(m *qemu.VM, conn *qemu.Conn, acks chan<- int) error {
 			return errors.New(string(payload))
 		}
 		if err != nil {
-			// Our reader is gone (a closed pipe): so is the command then.
+			// Our reader is gone (a closed pipe), so the command ends as well.
 			return fmt.Errorf("write the command's output: %w", err)
 		}
 	}
 }
 
-// sendStdin sends stdin, never more than the window ahead of the process.
+// sendStdin sends stdin, never more than one window ahead of the process.
 func sendStdin(conn *qemu.Conn, acks <-chan int) {
 	room := protocol.Window
 	buf := make([]byte, protocol.MaxPayload)
@@ -143,7 +143,7 @@ func sendStdin(conn *qemu.Conn, acks <-chan int) {
 	}
 }
 
-// forwardSignals passes what would end or resize us on to the command.
+// forwardSignals passes signals that would end or resize us on to the command.
 func forwardSignals(conn *qemu.Conn, tty bool) (stop func()) {
 	signals := make(chan os.Signal, 16)
 	signal.Notify(signals, unix.SIGINT, unix.SIGTERM, unix.SIGQUIT, unix.SIGHUP)

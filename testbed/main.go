@@ -48,7 +48,7 @@ func main() {
 		os.Exit(int(exit))
 	default:
 		fmt.Fprintf(os.Stderr, "testbed: %v\n", err)
-		// As env(1): a failure of the runner, not of what it runs.
+		// 125 as in env(1): a failure of the runner, not of the program that it runs.
 		os.Exit(125)
 	}
 }

@@ -40,7 +40,8 @@ func withMachine(m *testing.M) (int, error) {
 		return 1, err
 	}
 	defer os.RemoveAll(dir)
-	// Its own state folder: other packages' tests may be using the usual one.
+	// A state folder of its own, because tests of other packages may be using the
+	// usual one.
 	os.Setenv("AGENTRUN_CACHE", dir)
 	binary = filepath.Join(dir, "bin", "testbed")
 	if out, err := exec.Command("go", "build", "-o", binary, ".").CombinedOutput(); err != nil {
@@ -55,8 +56,8 @@ func withMachine(m *testing.M) (int, error) {
 	return m.Run(), nil
 }
 
-// commandLimit is far above what any of the commands takes on a busy host. It
-// is there so that a hang ends the VM with the test.
+// commandLimit is far above the time that any of the commands takes on a busy host.
+// It makes a hang end the VM with the test.
 const commandLimit = 2 * time.Minute
 
 // within returns a command that runs argv in the VM.
@@ -163,7 +164,7 @@ func (c *countingWriter) Write(p []byte) (int, error) {
 	return c.w.Write(p)
 }
 
-// A process which does not read its stdin must still see signals.
+// A process that does not read its stdin must still receive signals.
 func TestSignalWhileStdinIsFull(t *testing.T) {
 	cmd := within(t, "sh", "-c", `trap "echo interrupted; exit 9" INT; echo ready; sleep 1000 & wait`)
 	cmd.Stdin = rand.NewChaCha8([32]byte{2}) // endless
@@ -228,8 +229,8 @@ func TestMoreCommandsThanPorts(t *testing.T) {
 	}
 }
 
-// A killed client's processes die, also those which left its process group,
-// session and cgroup, and the port serves the next client.
+// A killed client's processes die, including those that left its process group,
+// session and cgroup. The port serves the next client.
 func TestKilledClientLeavesNothing(t *testing.T) {
 	lock := "/run/" + t.Name()
 	hold := `
@@ -251,10 +252,10 @@ func TestKilledClientLeavesNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 		cmd.Wait()
-		// The lock is free when its holder is dead.
+		// The lock is free once its holder is dead.
 		output(t, "flock", "-w", "30", lock, "true")
 	}
-	for range 16 { // whichever port
+	for range 16 { // on any port
 		if got := output(t, "echo", "fine"); got != "fine\n" {
 			t.Fatalf("after a killed client: %q", got)
 		}
@@ -262,7 +263,7 @@ func TestKilledClientLeavesNothing(t *testing.T) {
 	output(t, "rmdir", "/sys/fs/cgroup/elsewhere")
 }
 
-// What a command leaves running does not outlive it.
+// Processes that a command leaves running do not outlive it.
 func TestNothingOutlivesTheCommand(t *testing.T) {
 	lock := "/run/" + t.Name()
 	output(t, "sh", "-c", fmt.Sprintf("setsid flock %[1]s sleep 1000 & until ! flock -n %[1]s true; do :; done", lock))

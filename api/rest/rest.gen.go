@@ -683,7 +683,10 @@ func (e WatchEventType) Valid() bool {
 // Build defines model for Build.
 type Build struct {
 	// Attempts How often it was tried.
-	Attempts int        `json:"attempts,omitempty"`
+	Attempts int `json:"attempts,omitempty"`
+
+	// Cause What `problem` leaves out of why a registry was not reached. For admins; missing for others.
+	Cause    string     `json:"cause,omitempty"`
 	Finished *time.Time `json:"finished,omitempty"`
 
 	// Image Digest of the image that it is made of.
@@ -1280,6 +1283,52 @@ type ID = string
 // Id defines model for Id.
 type Id = string
 
+// Image defines model for Image.
+type Image struct {
+	Digest string `json:"digest"`
+
+	// Names The namespace's own and the published ones.
+	Names []string `json:"names"`
+
+	// Platform Such as `linux/amd64`.
+	Platform string `json:"platform"`
+
+	// Published That all namespaces may use it.
+	Published bool `json:"published"`
+
+	// Size Bytes that it takes on the node's disk.
+	Size int64 `json:"size"`
+
+	// Stored Since when it is there.
+	Stored time.Time `json:"stored"`
+}
+
+// ImageList defines model for ImageList.
+type ImageList struct {
+	Items []Image `json:"items"`
+
+	// Next `after` of the next page; missing on the last.
+	Next string `json:"next,omitempty"`
+}
+
+// ImagePublish defines model for ImagePublish.
+type ImagePublish struct {
+	// Image A name, or a digest.
+	Image string `json:"image"`
+
+	// Names What it is published as; the name that it was found by otherwise.
+	Names []string `json:"names,omitempty"`
+
+	// Namespace Whose names are looked at before the published ones; without it `image` is a published name, or a digest.
+	Namespace Name `json:"namespace,omitempty"`
+}
+
+// ImageUnpublish defines model for ImageUnpublish.
+type ImageUnpublish struct {
+	// Image A published name, or a digest.
+	Image string `json:"image"`
+}
+
 // Inject Puts a value into a header of requests to one host, over TLS on port 443.
 type Inject struct {
 	// Format The header with `{}` for the value, such as `Bearer {}`; `{}` if it is missing.
@@ -1651,6 +1700,34 @@ type ReadyCheck struct {
 	//
 	// Example: 10m
 	Timeout Duration `json:"timeout,omitempty"`
+}
+
+// RegistryCredentials defines model for RegistryCredentials.
+type RegistryCredentials struct {
+	// Password Or a token. It is sealed, and shown to nobody.
+	Password string `json:"password,omitempty"`
+
+	// Registry Its HOST or HOST:PORT, in lower case.
+	Registry string `json:"registry"`
+	Username string `json:"username"`
+}
+
+// RegistryLogin defines model for RegistryLogin.
+type RegistryLogin struct {
+	Changed   time.Time `json:"changed"`
+	Namespace Name      `json:"namespace"`
+
+	// Registry Its HOST or HOST:PORT.
+	Registry string `json:"registry"`
+	Username string `json:"username"`
+}
+
+// RegistryLoginList defines model for RegistryLoginList.
+type RegistryLoginList struct {
+	Items []RegistryLogin `json:"items"`
+
+	// Next `after` of the next page; missing on the last.
+	Next string `json:"next,omitempty"`
 }
 
 // Role defines model for Role.
@@ -2069,6 +2146,9 @@ type Namespace = Name
 // Port defines model for Port.
 type Port = string
 
+// Registry defines model for Registry.
+type Registry = string
+
 // ResourceVersion defines model for ResourceVersion.
 type ResourceVersion = string
 
@@ -2114,6 +2194,15 @@ type ListForksParams struct {
 	After After `form:"after,omitempty" json:"after,omitempty"`
 }
 
+// ListImagesParams defines parameters for ListImages.
+type ListImagesParams struct {
+	// Limit How many at most.
+	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
+
+	// After `next` of the page before.
+	After After `form:"after,omitempty" json:"after,omitempty"`
+}
+
 // ListPoolsParams defines parameters for ListPools.
 type ListPoolsParams struct {
 	// Limit How many at most.
@@ -2130,6 +2219,21 @@ type ListPoolsParams struct {
 
 	// LastEventID As resourceVersion, before which it goes: browsers send it when they connect again.
 	LastEventID LastEventID `json:"Last-Event-ID,omitempty"`
+}
+
+// DeleteRegistryLoginParams defines parameters for DeleteRegistryLogin.
+type DeleteRegistryLoginParams struct {
+	// Registry Its HOST or HOST:PORT, in lower case.
+	Registry Registry `form:"registry" json:"registry"`
+}
+
+// ListRegistryLoginsParams defines parameters for ListRegistryLogins.
+type ListRegistryLoginsParams struct {
+	// Limit How many at most.
+	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
+
+	// After `next` of the page before.
+	After After `form:"after,omitempty" json:"after,omitempty"`
 }
 
 // ListSandboxesParams defines parameters for ListSandboxes.
@@ -2408,6 +2512,12 @@ type GetNodeParams struct {
 	LastEventID LastEventID `json:"Last-Event-ID,omitempty"`
 }
 
+// PublishImageJSONRequestBody defines body for PublishImage for application/json ContentType.
+type PublishImageJSONRequestBody = ImagePublish
+
+// UnpublishImageJSONRequestBody defines body for UnpublishImage for application/json ContentType.
+type UnpublishImageJSONRequestBody = ImageUnpublish
+
 // CreateKeyJSONRequestBody defines body for CreateKey for application/json ContentType.
 type CreateKeyJSONRequestBody = KeyCreate
 
@@ -2422,6 +2532,9 @@ type PutPoolJSONRequestBody = PoolSpec
 
 // PutQuotaJSONRequestBody defines body for PutQuota for application/json ContentType.
 type PutQuotaJSONRequestBody = QuotaSpec
+
+// PutRegistryLoginJSONRequestBody defines body for PutRegistryLogin for application/json ContentType.
+type PutRegistryLoginJSONRequestBody = RegistryCredentials
 
 // CreateSandboxJSONRequestBody defines body for CreateSandbox for application/json ContentType.
 type CreateSandboxJSONRequestBody = SandboxCreate
@@ -2476,6 +2589,12 @@ type ServerInterface interface {
 	// GetMetrics Metrics for Prometheus.
 	// (GET /metrics)
 	GetMetrics(w http.ResponseWriter, r *http.Request)
+	// PublishImage Let all namespaces use an image that is on the node. For admins.
+	// (POST /v1/images/publish)
+	PublishImage(w http.ResponseWriter, r *http.Request)
+	// UnpublishImage End that, for one name of an image, or by its digest for all. For admins.
+	// (POST /v1/images/unpublish)
+	UnpublishImage(w http.ResponseWriter, r *http.Request)
 	// ListKeys All API keys, without their secrets, the oldest first. For admins.
 	// (GET /v1/keys)
 	ListKeys(w http.ResponseWriter, r *http.Request)
@@ -2512,6 +2631,9 @@ type ServerInterface interface {
 	// GetFork One fork.
 	// (GET /v1/namespaces/{namespace}/forks/{name})
 	GetFork(w http.ResponseWriter, r *http.Request, namespace Namespace, name Name)
+	// ListImages Images that templates of the namespace can be made of without a pull, by digest.
+	// (GET /v1/namespaces/{namespace}/images)
+	ListImages(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListImagesParams)
 	// ListPools Pools by name.
 	// (GET /v1/namespaces/{namespace}/pools)
 	ListPools(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListPoolsParams)
@@ -2533,6 +2655,15 @@ type ServerInterface interface {
 	// PutQuota Bound the namespace from now on. What it has already stays.
 	// (PUT /v1/namespaces/{namespace}/quota)
 	PutQuota(w http.ResponseWriter, r *http.Request, namespace Namespace)
+	// DeleteRegistryLogin Delete them. Images that were pulled with them stay for as long as templates of the namespace name them.
+	// (DELETE /v1/namespaces/{namespace}/registries)
+	DeleteRegistryLogin(w http.ResponseWriter, r *http.Request, namespace Namespace, params DeleteRegistryLoginParams)
+	// ListRegistryLogins Registries that the namespace has credentials for, by host; never a password.
+	// (GET /v1/namespaces/{namespace}/registries)
+	ListRegistryLogins(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListRegistryLoginsParams)
+	// PutRegistryLogin Give the namespace credentials for a registry. Builds that begin later pull with them.
+	// (PUT /v1/namespaces/{namespace}/registries)
+	PutRegistryLogin(w http.ResponseWriter, r *http.Request, namespace Namespace)
 	// ListSandboxes Sandboxes by name.
 	// (GET /v1/namespaces/{namespace}/sandboxes)
 	ListSandboxes(w http.ResponseWriter, r *http.Request, namespace Namespace, params ListSandboxesParams)
@@ -2726,6 +2857,34 @@ func (siw *ServerInterfaceWrapper) GetMetrics(w http.ResponseWriter, r *http.Req
 
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		siw.Handler.GetMetrics(w, r)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// PublishImage operation middleware
+func (siw *ServerInterfaceWrapper) PublishImage(w http.ResponseWriter, r *http.Request) {
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.PublishImage(w, r)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// UnpublishImage operation middleware
+func (siw *ServerInterfaceWrapper) UnpublishImage(w http.ResponseWriter, r *http.Request) {
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.UnpublishImage(w, r)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -3166,6 +3325,61 @@ func (siw *ServerInterfaceWrapper) GetFork(w http.ResponseWriter, r *http.Reques
 	handler.ServeHTTP(w, r)
 }
 
+// ListImages operation middleware
+func (siw *ServerInterfaceWrapper) ListImages(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params ListImagesParams
+
+	// ------------- Optional query parameter "limit" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "limit", r.URL.Query(), &params.Limit, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "limit"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "limit", Err: err})
+		}
+		return
+	}
+
+	// ------------- Optional query parameter "after" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "after", r.URL.Query(), &params.After, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "after"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "after", Err: err})
+		}
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.ListImages(w, r, namespace, params)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
 // ListPools operation middleware
 func (siw *ServerInterfaceWrapper) ListPools(w http.ResponseWriter, r *http.Request) {
 
@@ -3442,6 +3656,129 @@ func (siw *ServerInterfaceWrapper) PutQuota(w http.ResponseWriter, r *http.Reque
 
 	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		siw.Handler.PutQuota(w, r, namespace)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// DeleteRegistryLogin operation middleware
+func (siw *ServerInterfaceWrapper) DeleteRegistryLogin(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params DeleteRegistryLoginParams
+
+	// ------------- Required query parameter "registry" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, true, "registry", r.URL.Query(), &params.Registry, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "registry"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "registry", Err: err})
+		}
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.DeleteRegistryLogin(w, r, namespace, params)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// ListRegistryLogins operation middleware
+func (siw *ServerInterfaceWrapper) ListRegistryLogins(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params ListRegistryLoginsParams
+
+	// ------------- Optional query parameter "limit" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "limit", r.URL.Query(), &params.Limit, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "limit"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "limit", Err: err})
+		}
+		return
+	}
+
+	// ------------- Optional query parameter "after" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "after", r.URL.Query(), &params.After, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		var requiredError *runtime.RequiredParameterError
+		if errors.As(err, &requiredError) {
+			siw.ErrorHandlerFunc(w, r, &RequiredParamError{ParamName: "after"})
+		} else {
+			siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "after", Err: err})
+		}
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.ListRegistryLogins(w, r, namespace, params)
+	}))
+
+	for _, middleware := range siw.HandlerMiddlewares {
+		handler = middleware(handler)
+	}
+
+	handler.ServeHTTP(w, r)
+}
+
+// PutRegistryLogin operation middleware
+func (siw *ServerInterfaceWrapper) PutRegistryLogin(w http.ResponseWriter, r *http.Request) {
+
+	var err error
+	_ = err
+
+	// ------------- Path parameter "namespace" -------------
+	var namespace Namespace
+
+	err = runtime.BindStyledParameterWithOptions("simple", "namespace", r.PathValue("namespace"), &namespace, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: true})
+	if err != nil {
+		siw.ErrorHandlerFunc(w, r, &InvalidParamFormatError{ParamName: "namespace", Err: err})
+		return
+	}
+
+	handler := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		siw.Handler.PutRegistryLogin(w, r, namespace)
 	}))
 
 	for _, middleware := range siw.HandlerMiddlewares {
@@ -6652,6 +6989,12 @@ func HandlerWithOptions(si ServerInterface, options StdHTTPServerOptions) http.H
 	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/secrets/{name}", wrapper.PutSecret)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/ca", wrapper.GetCA)
 	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/ca", wrapper.PutCA)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/images", wrapper.ListImages)
+	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/images/publish", wrapper.PublishImage)
+	m.HandleFunc(http.MethodPost+" "+options.BaseURL+"/v1/images/unpublish", wrapper.UnpublishImage)
+	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/registries", wrapper.DeleteRegistryLogin)
+	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/registries", wrapper.ListRegistryLogins)
+	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/registries", wrapper.PutRegistryLogin)
 	m.HandleFunc(http.MethodDelete+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.DeleteQuota)
 	m.HandleFunc(http.MethodGet+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.GetQuota)
 	m.HandleFunc(http.MethodPut+" "+options.BaseURL+"/v1/namespaces/{namespace}/quota", wrapper.PutQuota)

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// TestGenerated: rest.gen.go is what go generate makes of openapi.yaml.
+// TestGenerated: rest.gen.go is the output of go generate for openapi.yaml.
 func TestGenerated(t *testing.T) {
 	source, err := os.ReadFile("rest.go")
 	if err != nil {
@@ -20,7 +20,8 @@ func TestGenerated(t *testing.T) {
 		t.Fatal("rest.go has no go:generate line")
 	}
 	line, _, _ = strings.Cut(line, "\n")
-	// The same in another place: the generator writes beside its configuration.
+	// The same command runs in another folder, because the generator writes
+	// beside its configuration.
 	root := t.TempDir()
 	dir := filepath.Join(root, "rest")
 	if err := os.Mkdir(dir, 0o700); err != nil {

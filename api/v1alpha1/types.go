@@ -1,5 +1,5 @@
-// Package v1alpha1 is the form in which people write AgentRun's objects: the
-// same YAML for `agentrun apply` on one machine and for a cluster.
+// Package v1alpha1 defines the YAML form of AgentRun's objects, the same for
+// `agentrun apply` on one machine and for a cluster.
 package v1alpha1
 
 import (
@@ -18,8 +18,8 @@ const (
 	KindSandboxFork     = "SandboxFork"
 )
 
-// SandboxTemplate describes sandboxes: what they are made of and how they are
-// warmed up.
+// SandboxTemplate describes sandboxes: their image and settings, and how they
+// are warmed up.
 type SandboxTemplate struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
@@ -27,37 +27,39 @@ type SandboxTemplate struct {
 	Spec SandboxTemplateSpec `json:"spec"`
 }
 
-// SandboxTemplateSpec is what a template is made of.
+// SandboxTemplateSpec is the content of a template.
 type SandboxTemplateSpec struct {
 	// Image is a local tag, or a reference that a registry knows.
 	Image string `json:"image"`
 	// Init are shell commands that run one after another before the snapshot.
 	Init []string `json:"init,omitempty"`
 	Env  []EnvVar `json:"env,omitempty"`
-	// Workdir is the working folder of everything; /workspace if it is empty.
+	// Workdir is the folder that all programs start in; /workspace if it is
+	// empty.
 	Workdir string `json:"workdir,omitempty"`
-	// User runs everything; the image's if it is empty.
+	// User is the user that all programs run as; the image's if it is empty.
 	User      string    `json:"user,omitempty"`
 	Resources Resources `json:"resources,omitempty"`
-	// Ready says when a sandbox is ready to be captured or claimed.
+	// Ready decides when a sandbox is ready to be captured or claimed.
 	Ready *ReadyCheck `json:"ready,omitempty"`
-	// Warmup is code that runs in a language kernel, so that what it has imported
-	// is in the snapshot.
+	// Warmup is code that runs in a language interpreter, so that the snapshot
+	// includes its imports.
 	Warmup *Warmup `json:"warmup,omitempty"`
 
 	Volumes []Volume `json:"volumes,omitempty"`
-	// Network is empty, or none: then sandboxes have no network interface.
+	// Network is empty or "none". With "none", sandboxes have no network
+	// interface.
 	Network string `json:"network,omitempty"`
-	// NetworkPolicy is what sandboxes may connect to, and bounds what claims ask for;
-	// if it is missing, they may connect to nothing.
+	// NetworkPolicy says which hosts sandboxes may connect to, and bounds the
+	// policies of claims. If it is missing, sandboxes cannot connect to any host.
 	NetworkPolicy *NetworkPolicy `json:"networkPolicy,omitempty"`
-	// BuildNetwork is what init commands, ready check and warm-up may connect to; if
-	// it is missing, the node's default holds.
+	// BuildNetwork says which hosts init commands, ready check and warm-up may
+	// connect to. If it is missing, the node's default applies.
 	BuildNetwork *NetworkPolicy `json:"buildNetwork,omitempty"`
-	// TrustNamespaceCA puts the namespace's CA into the trust stores of the image, so
-	// that claims can have inject in their secrets.
+	// TrustNamespaceCA puts the namespace's CA into the trust stores of the image.
+	// Without it, claims cannot use inject in their secrets.
 	TrustNamespaceCA bool `json:"trustNamespaceCA,omitempty"`
-	// BuildTimeout is how long init commands, ready check and warm-up may take
+	// BuildTimeout is the time limit for init commands, ready check and warm-up
 	// together; half an hour if it is missing.
 	BuildTimeout *metav1.Duration `json:"buildTimeout,omitempty"`
 }
@@ -68,34 +70,35 @@ type EnvVar struct {
 	Value string `json:"value,omitempty"`
 }
 
-// Resources is what a sandbox may use.
+// Resources are the resources that a sandbox may use.
 type Resources struct {
 	CPU    resource.Quantity `json:"cpu,omitempty"`    // 1 if it is missing
 	Memory resource.Quantity `json:"memory,omitempty"` // 512Mi if it is missing
-	// Disk is how much a sandbox may write over its image. If it is missing, what
-	// is written is in its memory, and is at most half of that.
+	// Disk is the number of bytes that a sandbox may write over its image. If it
+	// is missing, written data is in the sandbox's memory, and takes at most half
+	// of that.
 	Disk resource.Quantity `json:"disk,omitempty"`
 }
 
-// ReadyCheck has one of Command, Port and Delay.
+// ReadyCheck has exactly one of Command, Port and Delay.
 type ReadyCheck struct {
-	// Command is ready when it exits with 0.
+	// Command means ready when it exits with 0.
 	Command string `json:"command,omitempty"`
-	// Port is ready when something listens on it.
+	// Port means ready when a program listens on it.
 	Port int32 `json:"port,omitempty"`
-	// Delay is ready when that much time has passed.
+	// Delay means ready after that time.
 	Delay *metav1.Duration `json:"delay,omitempty"`
-	// Timeout is how long it may take; a minute if it is missing.
+	// Timeout is the time limit of the check; a minute if it is missing.
 	Timeout *metav1.Duration `json:"timeout,omitempty"`
 }
 
-// Warmup is code for a language kernel.
+// Warmup is code for a language interpreter.
 type Warmup struct {
 	Language string `json:"language,omitempty"` // python if it is empty
 	Code     string `json:"code"`
 }
 
-// Volume is a folder that has a life of its own.
+// Volume is a folder with a lifetime of its own.
 type Volume struct {
 	Name       string            `json:"name"`
 	MountPath  string            `json:"mountPath,omitempty"`
@@ -103,10 +106,10 @@ type Volume struct {
 	ForkPolicy string            `json:"forkPolicy,omitempty"`
 }
 
-// NetworkPolicy says what a sandbox can connect to. The more precise rule decides,
-// and deny before allow at equal precision.
+// NetworkPolicy says which hosts a sandbox may connect to. The most precise
+// matching rule decides; at equal precision, deny comes before allow.
 type NetworkPolicy struct {
-	// Egress is what holds where no rule matches: deny, or allow, which opens the
+	// Egress decides where no rule matches: deny, or allow, which opens the
 	// public internet; deny if it is empty.
 	Egress string `json:"egress,omitempty"`
 	// Allow and Deny are rules: [tcp://|udp://]HOST[:PORT]. HOST is a name, a wildcard
@@ -123,17 +126,18 @@ type SandboxPool struct {
 	Spec SandboxPoolSpec `json:"spec"`
 }
 
-// SandboxPoolSpec is what a pool keeps.
+// SandboxPoolSpec is the content of a pool.
 type SandboxPoolSpec struct {
 	TemplateRef Ref `json:"templateRef"`
-	// Replicas is how many sandboxes wait; 1 if it is missing.
+	// Replicas is how many sandboxes wait to be claimed; 1 if it is missing.
 	Replicas *int32 `json:"replicas,omitempty"`
-	// SnapshotAfter is Ready, or Init: then each sandbox passes the ready check
-	// and the warm-up by itself.
+	// SnapshotAfter is Ready or Init. With Init, each sandbox passes the ready
+	// check and the warm-up by itself.
 	SnapshotAfter string `json:"snapshotAfter,omitempty"`
-	// MaxSurge is how many more than Replicas there may be while a revision replaces
-	// another; a quarter of Replicas and at least 1 if it is missing. MaxUnavailable is
-	// how many fewer may wait meanwhile; 0 if it is missing.
+	// MaxSurge is how many sandboxes above Replicas may exist while one revision
+	// replaces another. If it is missing, it is a quarter of Replicas, at least 1.
+	// MaxUnavailable is by how many fewer than Replicas may wait meanwhile; 0 if it is
+	// missing.
 	MaxSurge       *int32 `json:"maxSurge,omitempty"`
 	MaxUnavailable *int32 `json:"maxUnavailable,omitempty"`
 }
@@ -143,7 +147,7 @@ type Ref struct {
 	Name string `json:"name"`
 }
 
-// SandboxClaim is a sandbox of a pool.
+// SandboxClaim claims a sandbox of a pool.
 type SandboxClaim struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
@@ -151,36 +155,36 @@ type SandboxClaim struct {
 	Spec SandboxClaimSpec `json:"spec"`
 }
 
-// SandboxClaimSpec is what a claim asks for.
+// SandboxClaimSpec is the content of a claim.
 type SandboxClaimSpec struct {
 	PoolRef  Ref               `json:"poolRef"`
 	Env      []EnvVar          `json:"env,omitempty"`
 	Secrets  []Secret          `json:"secrets,omitempty"`
 	Metadata map[string]string `json:"metadata,omitempty"`
-	// Timeout counts the time that the sandbox runs, IdleTimeout the time that
-	// nobody uses it; OnTimeout is kill, pause or hibernate.
+	// Timeout limits the time that the sandbox runs, IdleTimeout the time
+	// without users. OnTimeout is kill, pause or hibernate.
 	Timeout     *metav1.Duration `json:"timeout,omitempty"`
 	IdleTimeout *metav1.Duration `json:"idleTimeout,omitempty"`
 	OnTimeout   string           `json:"onTimeout,omitempty"`
-	// NetworkPolicy narrows the template's.
+	// NetworkPolicy narrows the template's policy.
 	NetworkPolicy *NetworkPolicy `json:"networkPolicy,omitempty"`
 }
 
-// Secret is a value of a secret that a sandbox gets as an environment variable,
-// named by the key:
+// Secret gives a sandbox a value of a secret as an environment variable, which
+// is named after the key:
 //
 //	secrets: [{name: llm, key: OPENAI_API_KEY}]
 type Secret struct {
-	// Name is the secret's. With SecretRef, which names the secret, it is that of
-	// the entry, and no other has it.
+	// Name is the secret's name. If SecretRef names the secret, Name is the name
+	// of the entry instead, which is unique among the entries.
 	Name string `json:"name,omitempty"`
-	// Key is which of the secret's values.
+	// Key selects one of the secret's values.
 	Key string `json:"key,omitempty"`
-	// Env is the variable; empty is the key.
+	// Env is the name of the variable; the key if it is empty.
 	Env       string     `json:"env,omitempty"`
 	SecretRef *SecretRef `json:"secretRef,omitempty"`
-	// Inject keeps the value outside: the variable has a placeholder, and the value is
-	// put into requests on their way out.
+	// Inject keeps the value outside of the sandbox: the variable has a placeholder,
+	// and outgoing requests get the value.
 	Inject *Inject `json:"inject,omitempty"`
 }
 
@@ -188,18 +192,18 @@ type Secret struct {
 type Inject struct {
 	Host   string `json:"host"`
 	Header string `json:"header"`
-	// Format is the header with {} for the value, such as "Bearer {}"; {} if it is
-	// missing.
+	// Format is the content of the header, with {} for the value, such as "Bearer
+	// {}"; {} if it is missing.
 	Format string `json:"format,omitempty"`
 }
 
-// SecretRef is a key of a Secret.
+// SecretRef names a key of a Secret.
 type SecretRef struct {
 	Name string `json:"name"`
 	Key  string `json:"key"`
 }
 
-// SandboxFork is copies of a running sandbox.
+// SandboxFork makes copies of a running sandbox.
 type SandboxFork struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
@@ -207,15 +211,16 @@ type SandboxFork struct {
 	Spec SandboxForkSpec `json:"spec"`
 }
 
-// SandboxForkSpec is what a fork asks for.
+// SandboxForkSpec is the content of a fork.
 type SandboxForkSpec struct {
-	// SourceRef is a claim or a child of a fork.
+	// SourceRef names a claim, or a child of a fork.
 	SourceRef Ref `json:"sourceRef"`
-	// Replicas is how many; 1 if it is missing.
+	// Replicas is the number of children; 1 if it is missing.
 	Replicas *int32 `json:"replicas,omitempty"`
-	// AllowSecretInheritance would let children have the source's secrets though
-	// another principal has supplied them. It is refused: who supplied them forks.
+	// AllowSecretInheritance would let another principal fork a source with
+	// secrets. It is refused: only the principal that supplied the secrets may
+	// fork the source.
 	AllowSecretInheritance bool `json:"allowSecretInheritance,omitempty"`
-	// NetworkPolicy narrows the source's, for the children.
+	// NetworkPolicy narrows the source's policy, for the children.
 	NetworkPolicy *NetworkPolicy `json:"networkPolicy,omitempty"`
 }

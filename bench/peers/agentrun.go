@@ -13,7 +13,7 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// agentRun is ours, through its engine.
+// agentRun is AgentRun, driven through its engine.
 type agentRun struct {
 	cfg    Config
 	memory string
@@ -62,7 +62,7 @@ func (a *agentRun) freeze(ctx context.Context) (err error) {
 	return bench.Teach(ctx, a.engine, a.snap)
 }
 
-// fork makes a fork in a process of its own, and one in a spare that waited.
+// fork makes one fork in a process of its own, and one into a waiting spare.
 func (a *agentRun) fork(ctx context.Context) (_ []forked, err error) {
 	cold, err := a.forkOne(ctx, nil)
 	if err != nil {
@@ -94,7 +94,7 @@ func (a *agentRun) forkOne(ctx context.Context, spares engine.Spares) (f forked,
 		if !microvm.FromSpare(sb) {
 			return f, errors.New("no spare waited")
 		}
-		if err := spares.WaitFull(ctx); err != nil { // the next one must not disturb the program
+		if err := spares.WaitFull(ctx); err != nil { // making the next spare must not disturb the program
 			return f, err
 		}
 	}

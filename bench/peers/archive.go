@@ -16,8 +16,8 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 )
 
-// writeArchive packs a root filesystem into an archive as docker save makes
-// them: an image of one layer for amd64, with a name.
+// writeArchive packs a root filesystem into an archive in the format of docker save:
+// an image of one layer for amd64, with a name.
 func writeArchive(dir, reference, out string) (err error) {
 	defer func() {
 		if err != nil {
@@ -55,8 +55,8 @@ func writeArchive(dir, reference, out string) (err error) {
 	return tarball.WriteToFile(out, tag, image)
 }
 
-// writeLayer makes a tar of a folder. Times are dropped, so that the same
-// folder is the same image.
+// writeLayer makes a tar of a folder. It drops times, so that the same folder always
+// gives the same image.
 func writeLayer(dir, out string) (err error) {
 	f, err := os.Create(out)
 	if err != nil {

@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// firecracker runs our kernel, root filesystem and agent in Firecracker, over
-// its HTTP interface and its vsock device.
+// firecracker runs our kernel, root filesystem and agent in Firecracker, through its
+// HTTP interface and its vsock device.
 type firecracker struct {
 	cfg    Config
 	memory string // on tmpfs: snapshots are mapped from here
@@ -34,12 +34,13 @@ type firecracker struct {
 	count          int
 }
 
-// Names in the folder of each process. The socket's path is relative: it is
-// kept in snapshots, and every process is to have its own.
+// Names in the folder of each process. The socket's path is relative, because
+// snapshots contain it and every process needs a socket of its own.
 const (
 	fcAPI   = "api.socket"
 	fcVsock = "vsock.socket"
-	// fcCmdline is what our guests boot with, without what only our VMM has.
+	// fcCmdline is the command line of our guests without the parts that only our VMM
+	// needs.
 	fcCmdline = "console=ttyS0 quiet panic=-1 reboot=k pci=off sysctl.kernel.modules_disabled=1 agentrun.root=/dev/vda"
 )
 
@@ -83,7 +84,7 @@ type fcProcess struct {
 	agent  *guestrpc.Client
 }
 
-// start starts a process and waits until its interface is there.
+// start starts a process and waits until its interface listens.
 func (f *firecracker) start(ctx context.Context) (_ *fcProcess, err error) {
 	f.count++
 	p := &fcProcess{dir: filepath.Join(f.memory, fmt.Sprintf("fc%d", f.count)), said: &bytes.Buffer{}, done: make(chan struct{})}
@@ -97,7 +98,7 @@ func (f *firecracker) start(ctx context.Context) (_ *fcProcess, err error) {
 			if !errors.Is(err, unix.ECONNREFUSED) || p.ended() {
 				return conn, err
 			}
-			runtime.Gosched() // bound, and about to listen
+			runtime.Gosched() // it is bound, and about to listen
 		}
 	}}}
 	p.cmd = exec.Command(f.cfg.Firecracker, "--api-sock", fcAPI)
@@ -112,7 +113,7 @@ func (f *firecracker) start(ctx context.Context) (_ *fcProcess, err error) {
 		return nil, fmt.Errorf("start Firecracker: %w", err)
 	}
 	go func() {
-		_ = p.cmd.Wait() // how it ended is in what it said
+		_ = p.cmd.Wait() // its output says how it ended
 		close(p.done)
 	}()
 	if err := ready.wait(ctx, p.done); err != nil {
@@ -143,7 +144,7 @@ func (p *fcProcess) end() error {
 	return errors.Join(err, os.RemoveAll(p.dir))
 }
 
-// call is one request of Firecracker's interface.
+// call makes one request to Firecracker's interface.
 func (p *fcProcess) call(ctx context.Context, method, path string, body any) error {
 	encoded, err := json.Marshal(body)
 	if err != nil {
@@ -168,7 +169,7 @@ func (p *fcProcess) call(ctx context.Context, method, path string, body any) err
 	return nil
 }
 
-// fault is the message of a refusal.
+// fault returns the message of a refusal.
 func fault(answer []byte) string {
 	var f struct {
 		Message string `json:"fault_message"`
@@ -193,7 +194,7 @@ func (f *firecracker) boot(ctx context.Context) (_ time.Duration, err error) {
 		return 0, err
 	}
 	f.source = p
-	// The agent calls this port when it listens.
+	// The agent connects to this port once it listens.
 	l, err := net.Listen("unix", filepath.Join(p.dir, fmt.Sprintf("%s_%d", fcVsock, guestrpc.AgentPort)))
 	if err != nil {
 		return 0, err
@@ -228,7 +229,7 @@ func (f *firecracker) boot(ctx context.Context) (_ time.Duration, err error) {
 	return time.Since(begin), nil
 }
 
-// dial makes the session with the agent, whose hello is its first answer.
+// dial opens the session with the agent, whose hello is its first answer.
 func (p *fcProcess) dial(ctx context.Context) error {
 	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", filepath.Join(p.dir, fcVsock))
 	if err != nil {
@@ -246,7 +247,7 @@ func connectVsock(conn io.ReadWriter, port uint32) error {
 	if _, err := fmt.Fprintf(conn, "CONNECT %d\n", port); err != nil {
 		return fmt.Errorf("connect to guest port %d: %w", port, err)
 	}
-	// Byte by byte: what follows the line is the guest's.
+	// The line is read byte by byte, because the bytes after it come from the guest.
 	line, err := bufio.NewReaderSize(oneByte{conn}, 16).ReadString('\n')
 	if err != nil || !strings.HasPrefix(line, "OK ") {
 		return fmt.Errorf("connect to guest port %d: Firecracker said %q, %w", port, line, errors.Join(err, errRefused))
@@ -270,8 +271,8 @@ func (f *firecracker) exec(ctx context.Context) (time.Duration, error) {
 
 func (f *firecracker) file(name string) string { return filepath.Join(f.memory, name) }
 
-// save takes a snapshot, while the source stands still, and returns for how
-// long. It resets the source's vsock connections.
+// save takes a snapshot while the source stands still, and returns for how long it
+// did. It resets the source's vsock connections.
 func (f *firecracker) save(ctx context.Context, kind, name string) (time.Duration, error) {
 	p := f.source
 	paused, err := timed(time.Now(), func() error {
@@ -295,8 +296,8 @@ func (f *firecracker) freeze(ctx context.Context) error {
 	return err
 }
 
-// fork loads the snapshot into a new process; the same one gives the times
-// from its start, and from when it was there and waited.
+// fork loads the snapshot into a new process. The same fork gives the times from the
+// start of the process, and from the time when the process was waiting.
 func (f *firecracker) fork(ctx context.Context) (_ []forked, err error) {
 	begin := time.Now()
 	p, err := f.start(ctx)
@@ -317,7 +318,7 @@ func (f *firecracker) fork(ctx context.Context) (_ []forked, err error) {
 		return nil, err
 	}
 	whole.answered = time.Since(begin)
-	// What a fork of ours has done before it is given to anybody.
+	// A fork of AgentRun has done this before it is handed out.
 	if _, err := p.agent.Renew(ctx, guestrpc.RenewRequest{
 		Entropy: make([]byte, 64), WallClock: time.Now(), Hostname: "fork", MachineID: strings.Repeat("0a", 16), Generation: 1,
 	}); err != nil {
@@ -335,17 +336,17 @@ func (f *firecracker) fork(ctx context.Context) (_ []forked, err error) {
 	return []forked{waiting, whole}, nil
 }
 
-// live is pause, diff snapshot and resume: Firecracker has no fork of a running
-// machine that would be less.
+// live is pause, diff snapshot and resume. Firecracker has no cheaper fork of a
+// running machine.
 func (f *firecracker) live(ctx context.Context) (l lived, err error) {
 	if l.pass, err = passes(ctx, f.source.agent, f.cfg.Dirty); err != nil {
 		return l, err
 	}
-	defer func() { _ = os.Remove(f.file("diff.memory")) }() // the next is written anew
+	defer func() { _ = os.Remove(f.file("diff.memory")) }() // the next live fork writes it again
 	if l.pause, err = f.save(ctx, "Diff", "diff"); err != nil {
 		return l, err
 	}
-	l.silence = l.pause // it cannot be less, and its connections end
+	l.silence = l.pause // it cannot be shorter, and its connections end
 	l.next, err = pass(ctx, f.source.agent, f.cfg.Dirty)
 	return l, err
 }

@@ -10,7 +10,7 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// What is done inside guests that have our agent.
+// The functions of this file use guests that contain our agent.
 
 func runProgram(ctx context.Context, agent *guestrpc.Client, program ...string) error {
 	var stderr bytes.Buffer
@@ -24,8 +24,8 @@ func runProgram(ctx context.Context, agent *guestrpc.Client, program ...string) 
 	return nil
 }
 
-// use runs a program in a fork that has answered, with a look at the memory of
-// its process before and after.
+// use runs a program in a fork that has answered, and reads the memory of its process
+// before and after.
 func (f forked) use(ctx context.Context, agent *guestrpc.Client, pid int, program string) (_ forked, err error) {
 	if f.ownAfterAnswer, err = bench.Anonymous(pid); err != nil {
 		return f, err
@@ -39,16 +39,16 @@ func (f forked) use(ctx context.Context, agent *guestrpc.Client, pid int, progra
 	return f, err
 }
 
-// timed is how long after begin something was done.
+// timed returns the time from begin until do has returned.
 func timed(begin time.Time, do func() error) (time.Duration, error) {
 	err := do()
 	return time.Since(begin), err
 }
 
-// passScript has a program that keeps size bytes of the guest's memory write to
-// each of their pages. It prints the longest write and the time of all of them,
-// in nanoseconds. The program outlives the connection that started it, which
-// Firecracker's snapshots end.
+// passScript starts a program that keeps size bytes of the guest's memory, and lets
+// it write to each of their pages. It prints the longest write and the time of all of
+// them, in nanoseconds. The program outlives the connection that started it, because
+// Firecracker's snapshots end connections.
 func passScript(size uint64) string {
 	return fmt.Sprintf(`set -e
 grep -q ' /dev/shm ' /proc/mounts || { mkdir -p /dev/shm; mount -t tmpfs none /dev/shm; }
@@ -59,8 +59,7 @@ read -r pass <results
 echo "$pass"`, size>>20)
 }
 
-// pass is how long the guest takes to write to its memory once, by its own
-// clock.
+// pass is how long the guest takes to write to its memory once, by its own clock.
 func pass(ctx context.Context, agent *guestrpc.Client, size uint64) (time.Duration, error) {
 	var stdout, stderr bytes.Buffer
 	status, err := agent.Run(ctx, guestrpc.ExecRequest{Argv: []string{"/bin/sh", "-c", passScript(size)}}, nil, &stdout, &stderr)
@@ -77,8 +76,8 @@ func pass(ctx context.Context, agent *guestrpc.Client, size uint64) (time.Durati
 	return all, nil
 }
 
-// passes dirties a source's memory: the first pass may have to do with a fork of
-// before. It returns how long the second takes.
+// passes dirties a source's memory. The first pass may still pay for an earlier fork,
+// so passes returns the time of the second.
 func passes(ctx context.Context, agent *guestrpc.Client, size uint64) (time.Duration, error) {
 	if _, err := pass(ctx, agent, size); err != nil {
 		return 0, err

@@ -21,7 +21,7 @@ import (
 //go:embed driver.py
 var driverSource string
 
-// imageName is what microsandbox knows the root filesystem by.
+// imageName is microsandbox's name of the root filesystem.
 const imageName = "agentrun/bench:1"
 
 // microsandbox is driven through its Python package.
@@ -108,7 +108,7 @@ func (m *microsandbox) close() error {
 	return errors.Join(errs...)
 }
 
-// request is a line to the driver; driver.py says what it does.
+// request is a line to the driver. driver.py describes the operations.
 type request struct {
 	Op        string `json:"op"`
 	Archive   string `json:"archive,omitempty"`
@@ -118,7 +118,7 @@ type request struct {
 	Dirty     string `json:"dirty,omitempty"`
 }
 
-// forkAnswer is the driver's to boot, fork and restore.
+// forkAnswer is the driver's answer to boot, fork and restore.
 type forkAnswer struct {
 	Returned       float64 `json:"returned_ms"`
 	Answered       float64 `json:"answered_ms"`
@@ -134,7 +134,7 @@ type driver struct {
 	cmd     *exec.Cmd
 	stdin   io.WriteCloser
 	answers *bufio.Reader
-	said    *bytes.Buffer // its stderr; complete when it has ended
+	said    *bytes.Buffer // its stderr; complete once it has ended
 }
 
 func startDriver(python string, env ...string) (*driver, error) {
@@ -210,7 +210,7 @@ func parseAnswer(line []byte, result any) error {
 
 func (d *driver) close() error {
 	if d.cmd.ProcessState != nil {
-		return nil // it has ended, and was reported
+		return nil // it has ended, which was reported already
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), stepLimit)
 	defer cancel()
@@ -221,19 +221,19 @@ func (d *driver) close() error {
 	return errors.Join(err, d.stdin.Close(), d.cmd.Wait())
 }
 
-// home is a folder for microsandbox. It keeps owners and modes of a guest's
-// files in extended attributes, which tmpfs has from Linux 6.6 on: elsewhere it
-// gets a file system of its own, in memory.
+// home is a folder for microsandbox. microsandbox keeps owners and modes of a guest's
+// files in extended attributes, which tmpfs supports since Linux 6.6. On older
+// kernels the folder gets a file system of its own, in memory.
 type home struct {
 	dir   string
-	image string // mounted on dir; empty if dir has attributes itself
+	image string // mounted on dir; empty if dir supports the attributes
 }
 
-// homeSize bounds what microsandbox may keep; pages not written cost nothing.
+// homeSize bounds the storage of microsandbox. Unwritten pages cost nothing.
 const homeSize = 6 << 30
 
 func newHome(ctx context.Context) (_ *home, err error) {
-	// A short path: it puts sockets there.
+	// The path is short because microsandbox makes sockets there.
 	dir, err := os.MkdirTemp("/run", "msb-")
 	if err != nil {
 		return nil, fmt.Errorf("make a folder for microsandbox: %w (it needs root)", err)
@@ -261,7 +261,7 @@ func (h *home) mount(ctx context.Context) error {
 	if err := errors.Join(f.Truncate(homeSize), f.Close()); err != nil {
 		return errors.Join(err, os.Remove(image))
 	}
-	// Modules may be built in, and then modprobe succeeds, too.
+	// If the modules are built in, modprobe succeeds as well.
 	for _, command := range [][]string{
 		{"modprobe", "-a", "loop", "ext4"},
 		{"mke2fs", "-q", "-t", "ext4", "-O", "^has_journal", "-E", "nodiscard,lazy_itable_init=1", image},
@@ -280,7 +280,7 @@ func (h *home) close() error {
 	if h.image == "" {
 		return os.RemoveAll(h.dir)
 	}
-	// Sandboxes that were killed hold it until they have ended.
+	// Killed sandboxes keep the mount busy until they have ended.
 	err := unix.Unmount(h.dir, unix.MNT_DETACH)
 	return errors.Join(err, os.Remove(h.image), os.Remove(h.dir))
 }

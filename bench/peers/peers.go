@@ -1,7 +1,7 @@
-// Package peers measures other runtimes of microVMs beside AgentRun, in one
-// run: the same root filesystem, size and program, alternating with each other
-// and with the floor, so that ratios mean something. It owns how each of them is
-// driven. A peer that cannot run is named with the reason.
+// Package peers measures other microVM runtimes beside AgentRun, in one run. All use
+// the same root filesystem, size and program, and alternate with each other and with
+// the floor, so that ratios are meaningful. The package knows how to drive each of
+// them. A peer that cannot run is listed with the reason.
 package peers
 
 import (
@@ -14,39 +14,39 @@ import (
 	"agentrun.dev/bench"
 )
 
-// Config says what Run measures.
+// Config configures Run.
 type Config struct {
 	// Guest is always a microVM of the default jail.
 	bench.Guest
-	// RootDir is its root filesystem as a folder; empty if there is none.
+	// RootDir is the root filesystem as a folder; empty without one.
 	RootDir string
-	// Program does nothing; it is a path in the root filesystem.
+	// Program is the path of a program in the root filesystem that does nothing.
 	Program string
 	// Boots, Warm, Forks and Lives are how often each is measured.
 	Boots, Warm, Forks, Lives int
-	// Dirty is what the source writes between two live forks, in bytes.
+	// Dirty is how many bytes the source writes between two live forks.
 	Dirty uint64
-	// Python is an interpreter that has microsandbox; empty without one.
+	// Python is an interpreter with microsandbox installed; empty without one.
 	Python string
 	// Firecracker is the path of its binary; empty without one.
 	Firecracker string
-	// Progress is told what is being done.
+	// Progress is called with the current step.
 	Progress func(format string, args ...any)
 }
 
-// subject is a runtime that is measured: it keeps one source, a sandbox that
-// others are forked from.
+// subject is a measured runtime. It keeps one source, a sandbox that others are
+// forked from.
 type subject interface {
-	// open prepares what all sandboxes need.
+	// open prepares everything that all sandboxes need.
 	open(context.Context) error
-	// boot starts a source, ends the one before, and returns the time to its
-	// first answer.
+	// boot starts a source, ends the previous one, and returns the time to its first
+	// answer.
 	boot(context.Context) (time.Duration, error)
 	ping(context.Context) (time.Duration, error)
 	exec(context.Context) (time.Duration, error)
-	// freeze takes the snapshot that fork starts from.
+	// freeze takes the snapshot that fork uses.
 	freeze(context.Context) error
-	// fork makes sandboxes, one for each of the subject's columns, measures
+	// fork makes sandboxes, one for each of the subject's columns. It measures them
 	// and ends them.
 	fork(context.Context) ([]forked, error)
 	// live dirties the source's memory and forks it while it runs.
@@ -56,26 +56,26 @@ type subject interface {
 
 // forked is one fork. Times are from the call.
 type forked struct {
-	running, answered, renewed, executed time.Duration // renewed is 0 where nothing is
+	running, answered, renewed, executed time.Duration // renewed is 0 without a renewal
 	ownAfterAnswer, ownAfterExec         uint64        // bytes
 }
 
-// lived is one fork of a running source. What a runtime does not tell is 0.
+// lived is one fork of a running source. Values that a runtime does not report are 0.
 type lived struct {
-	// silence is the longest time for which the source was not heard, pause for
-	// how long it stood still, answered when the fork has answered, next how long
-	// the source then took to write the same memory again.
+	// silence is the longest time for which the source was not heard. pause is how
+	// long the source stood still. answered is the time until the fork has answered.
+	// next is how long the source then took to write to the same memory again.
 	silence, pause, answered, next time.Duration
-	// quiet is the silence without a fork, for as long as one took, pass what next
-	// is without one.
+	// quiet is the silence without a fork, for as long as a fork took. pass is next
+	// without a fork.
 	quiet, pass time.Duration
 }
 
-// entrant is a subject with what was measured of it.
+// entrant is a subject with its measurements.
 type entrant struct {
 	subject
 	peer                string
-	columns             []string // how it forks; one way has one name
+	columns             []string // the ways to fork; a single way has one name
 	failed              error
 	boots, pings, execs []time.Duration
 	lives               []lived
@@ -110,15 +110,15 @@ func Run(ctx context.Context, cfg Config) (_ Report, err error) {
 	return r.report(), nil
 }
 
-// The names of those who are measured.
+// Names of the measured runtimes.
 const (
 	AgentRun     = "AgentRun"
 	Microsandbox = "microsandbox"
 	Firecracker  = "Firecracker"
 )
 
-// Ways to fork that two have: with all that it takes, and into a process that was
-// there before.
+// Ways to fork that two runtimes share: with all steps, and into a process that was
+// waiting.
 const (
 	newProcess     = "new process"
 	waitingProcess = "waiting process"
@@ -131,7 +131,7 @@ type race struct {
 	entrants []*entrant
 }
 
-// stepLimit ends a peer that hangs: its slowest step takes seconds.
+// stepLimit ends a peer that hangs. Its slowest step takes seconds.
 const stepLimit = 5 * time.Minute
 
 var errStepLimit = fmt.Errorf("no answer in %v", stepLimit)
@@ -140,7 +140,7 @@ var errStepLimit = fmt.Errorf("no answer in %v", stepLimit)
 const warmUps = 1
 
 func (r *race) run(ctx context.Context) error {
-	if _, err := r.floor.Sample(); err != nil { // the first fills caches
+	if _, err := r.floor.Sample(); err != nil { // the first sample fills caches
 		return err
 	}
 	phases := []struct {
@@ -209,7 +209,7 @@ func (r *race) run(ctx context.Context) error {
 	return nil
 }
 
-// column is what was measured of one way to fork.
+// column returns the measurements of one way to fork.
 func (e *entrant) column(i int) (c Column) {
 	c = Column{Peer: e.peer, Way: e.columns[i]}
 	if e.failed != nil {
@@ -238,7 +238,8 @@ func (e *entrant) column(i int) (c Column) {
 	return c
 }
 
-// summarizeLives summarizes one of the measures of live forks, where it was taken.
+// summarizeLives summarizes one measurement of live forks, of those forks that have
+// it.
 func (e *entrant) summarizeLives(of func(lived) time.Duration) bench.Summary {
 	var sample []time.Duration
 	for _, l := range e.lives {

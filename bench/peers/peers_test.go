@@ -75,7 +75,7 @@ func wellFormed(t *testing.T, svg string) {
 	}
 }
 
-// TestColumn: the source's numbers are told once, and a failure is told.
+// TestColumn: the source's numbers appear once, and a failure appears.
 func TestColumn(t *testing.T) {
 	e := entrant{
 		peer: Microsandbox, columns: []string{"fork", "restore"}, failed: errors.New("fork: broken"),
@@ -99,7 +99,7 @@ func TestColumn(t *testing.T) {
 	}
 }
 
-// TestOurs: like is compared with like.
+// TestOurs: each number is compared with that of the same way to fork.
 func TestOurs(t *testing.T) {
 	ms := func(x float64) bench.Summary { return bench.Summary{N: 1, P50: x} }
 	r := Report{Columns: []Column{
@@ -146,8 +146,8 @@ func TestParseAnswer(t *testing.T) {
 	}
 }
 
-// TestDriver: what the driver says when it cannot, with and without the
-// package, and when it has ended.
+// TestDriver: the driver's messages when it cannot run, with and without the package,
+// and when it has ended.
 func TestDriver(t *testing.T) {
 	d, err := startDriver("python3")
 	if err != nil {
@@ -170,7 +170,7 @@ func TestDriver(t *testing.T) {
 	}
 }
 
-// TestDriverHangs: one that does not answer is ended with its step.
+// TestDriverHangs: a driver that does not answer is ended, and the step is named.
 func TestDriverHangs(t *testing.T) {
 	silent := filepath.Join(t.TempDir(), "python")
 	if err := os.WriteFile(silent, []byte("#!/bin/sh\nexec sleep 1000\n"), 0o755); err != nil {
@@ -210,7 +210,7 @@ func TestUnavailable(t *testing.T) {
 	}
 }
 
-// TestFirecrackerEnds: a binary that starts and ends tells why.
+// TestFirecrackerEnds: a binary that starts and ends is reported with the reason.
 func TestFirecrackerEnds(t *testing.T) {
 	binary := filepath.Join(t.TempDir(), "firecracker")
 	if err := os.WriteFile(binary, []byte("#!/bin/sh\necho no KVM here; exit 1\n"), 0o755); err != nil {
@@ -258,7 +258,7 @@ func TestFirecrackerCall(t *testing.T) {
 	}
 }
 
-// TestConnectVsock: Firecracker's line is read, and nothing behind it.
+// TestConnectVsock: Firecracker's line is read, and no byte after it.
 func TestConnectVsock(t *testing.T) {
 	for answer, good := range map[string]bool{"OK 1073741824\nhello": true, "": false, "NO\n": false} {
 		conn := &scripted{in: strings.NewReader(answer)}

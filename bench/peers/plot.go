@@ -10,7 +10,7 @@ import (
 
 // Sizes of the chart, in its own units.
 const (
-	plotLeft   = 250 // the names of the measures
+	plotLeft   = 250 // the names of the measurements
 	plotWidth  = 560 // the scale
 	plotRight  = 150 // the longest bar's label
 	barHeight  = 16
@@ -19,7 +19,7 @@ const (
 	legendLine = 18
 )
 
-// plotColors are those of the columns, in their order.
+// plotColors are the colors of the columns, in their order.
 var plotColors = []string{"#1b6ca8", "#c8553d", "#e6a57e", "#4a7c59", "#9dbf9e", "#777777"}
 
 type bar struct {
@@ -28,7 +28,8 @@ type bar struct {
 	label  string
 }
 
-// threeDigits has that many, or all before the point.
+// threeDigits formats a number with three digits, or with all digits before the
+// point.
 func threeDigits(x float64) string {
 	if x >= 100 {
 		return fmt.Sprintf("%.0f", x)
@@ -36,9 +37,8 @@ func threeDigits(x float64) string {
 	return fmt.Sprintf("%.3g", x)
 }
 
-// SVG draws medians as bars on a logarithmic scale, grouped by measure and
-// labelled with their milliseconds and their ratio to AgentRun's of the
-// same way.
+// SVG draws medians as bars on a logarithmic scale, grouped by measurement. Each is
+// labelled with its milliseconds and its ratio to AgentRun's of the same way.
 func (r Report) SVG() string {
 	var groups [][]bar
 	var names []string

@@ -9,7 +9,7 @@ import (
 	"agentrun.dev/bench"
 )
 
-// Report is what Run found.
+// Report is the result of Run.
 type Report struct {
 	Memory uint64        `json:"memory_bytes"`
 	VCPUs  int           `json:"vcpus"`
@@ -17,31 +17,32 @@ type Report struct {
 	Floor  bench.Summary `json:"floor"`
 	// Columns begin with AgentRun's.
 	Columns []Column `json:"columns"`
-	// Noisy says that the floor varied so much that the numbers mean little.
+	// Noisy says that the floor varied too much for the numbers to be meaningful.
 	Noisy bool `json:"noisy"`
 }
 
-// Column is a runtime and one of its ways to fork. What was not measured has
-// no samples.
+// Column is a runtime and one of its ways to fork. Missing measurements have no
+// samples.
 type Column struct {
 	Peer string `json:"peer"`
 	Way  string `json:"way"`
-	// Failed is why there is nothing, or nothing more.
+	// Failed is why measurements are missing.
 	Failed string `json:"failed,omitempty"`
 
 	Boot bench.Summary `json:"boot_to_first_answer"`
 	Ping bench.Summary `json:"warm_ping"`
 	Exec bench.Summary `json:"warm_exec"`
-	// From the call until the fork runs (microsandbox tells only when its call
-	// returns), to the first answer of the agent inside, to the new identity
-	// that our agent gives it, and to the exit status of a program after that.
+	// Times from the call until the fork runs (microsandbox only reports when its
+	// call returns), to the first answer of the agent inside, to the new identity
+	// from our agent, and to the exit status of a program after that.
 	Running  bench.Summary `json:"fork_running"`
 	Answered bench.Summary `json:"fork_first_answer"`
 	Renewed  bench.Summary `json:"fork_identity_renewed"`
 	Executed bench.Summary `json:"fork_first_exec"`
-	// Of a running source that is forked: the longest time for which it was not
-	// heard, the same without a fork, for how long it stood still, when the fork has answered, and how
-	// long the source then takes to write the same memory again.
+	// Measurements of a running source that is forked: the longest time for which it
+	// was not heard, the same without a fork, how long it stood still, when the fork
+	// has answered, and how long the source then takes to write to the same memory
+	// again.
 	Silence bench.Summary `json:"live_fork_silence"`
 	Quiet   bench.Summary `json:"live_silence_without_fork"`
 	Pause   bench.Summary `json:"live_fork_pause"`
@@ -56,15 +57,15 @@ type Column struct {
 
 func (c Column) name() string { return c.Peer + ", " + c.Way }
 
-// measure is a line of the table for every column that has it.
+// measure is a line of the table for every column that has the measurement.
 type measure struct {
 	name string
 	of   func(Column) bench.Summary
-	// ofSource says that it is the same however one forks.
+	// ofSource says that the measurement does not depend on the way to fork.
 	ofSource bool
 }
 
-// label names who was measured.
+// label names the measured runtime, and its way to fork.
 func (m measure) label(c Column) string {
 	if m.ofSource {
 		return c.Peer
@@ -91,8 +92,8 @@ func (r Report) measures() []measure {
 	}
 }
 
-// ours is AgentRun's number, what another is compared with: that of the same way
-// to fork where AgentRun has it, else that of its first.
+// ours is AgentRun's number to compare with: that of the same way to fork if AgentRun
+// has it, otherwise that of its first way.
 func (r Report) ours(m measure, way string) (s bench.Summary) {
 	for _, c := range r.Columns {
 		if x := m.of(c); c.Peer == AgentRun && x.N > 0 && (s.N == 0 || c.Way == way) {
@@ -102,7 +103,7 @@ func (r Report) ours(m measure, way string) (s bench.Summary) {
 	return s
 }
 
-// ratio is of two medians; "" if one is missing.
+// ratio is the ratio of two medians; "" if one is missing.
 func ratio(a, b float64) string {
 	if a == 0 || b == 0 {
 		return ""

@@ -31,7 +31,7 @@ func (w *watch) close() error { return w.events.Close() }
 
 var errEnded = errors.New("it ended")
 
-// wait returns when the file is there. ended is closed when it will never be.
+// wait returns once the file exists. ended is closed if it will never exist.
 func (w *watch) wait(ctx context.Context, ended <-chan struct{}) error {
 	appeared := make(chan error, 1)
 	go func() {

@@ -1,5 +1,5 @@
-// Package tenants plays the tenants of a daemon through its REST API: one that is quiet, one
-// that is merely busy, and one that asks for all that it can get.
+// Package tenants plays the tenants of a daemon through its REST API: a quiet one,
+// one that is merely busy, and one that asks for as much as it can get.
 package tenants
 
 import (
@@ -17,22 +17,22 @@ import (
 	"agentrun.dev/internal/client"
 )
 
-// Tenant is one with a namespace of its own, in which there is a pool.
+// Tenant is a tenant with a namespace of its own, which contains a pool.
 type Tenant struct {
-	// Client is that of the namespace, with the tenant's key.
+	// Client is a client of the namespace, with the tenant's key.
 	Client *client.Client
 	Pool   string
-	// Template is what a hostile tenant has built again and again.
+	// Template is the template that a hostile tenant builds again and again.
 	Template rest.TemplateSpec
-	// Argv is what execs run.
+	// Argv is the program of execs.
 	Argv []string
 }
 
-// Times is what a tenant has waited for.
+// Times are a tenant's waiting times.
 type Times struct{ Claims, Execs []time.Duration }
 
-// Quiet claims a sandbox, runs something in it twice and ends it, count times, one after the
-// other. Whatever fails is an error.
+// Quiet claims a sandbox, runs Argv in it twice and ends it, count times, one after
+// the other. Every failure is an error.
 func Quiet(ctx context.Context, t Tenant, count int) (Times, error) {
 	var out Times
 	for i := range count {
@@ -67,8 +67,8 @@ func (t Tenant) once(ctx context.Context, name string, times *Times) error {
 	return nil
 }
 
-// Busy has so many workers claim, use and end sandboxes until ctx ends. It asks for nothing
-// that it has no room for.
+// Busy lets workers claim, use and end sandboxes until ctx ends. It asks for nothing
+// beyond its capacity.
 func Busy(ctx context.Context, t Tenant, workers int) error {
 	var all sync.WaitGroup
 	errs := make([]error, workers)
@@ -86,21 +86,21 @@ func Busy(ctx context.Context, t Tenant, workers int) error {
 	return errors.Join(errs...)
 }
 
-// Answers counts the answers that a hostile tenant has got, by what it asked for and the
-// code of the error; an empty code is success. The zero value has none.
+// Answers counts the answers that a hostile tenant has got, by request and error
+// code; an empty code is success. The zero value is empty.
 type Answers struct {
-	mu  sync.Mutex // protects all
+	mu  sync.Mutex // protects all following fields
 	all map[string]map[rest.ErrorCode]int
 }
 
-// Of is how often something was answered with a code.
+// Of is how often a request was answered with a code.
 func (a *Answers) Of(what string, code rest.ErrorCode) int {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return a.all[what][code]
 }
 
-// Unexpected are the answers with other codes than those of a refusal, in words.
+// Unexpected lists the answers with codes that are no refusals, in words.
 func (a *Answers) Unexpected() (out []string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -114,7 +114,7 @@ func (a *Answers) Unexpected() (out []string) {
 	return out
 }
 
-// refusals are what a daemon may answer a hostile tenant.
+// refusals are the codes with which a daemon may answer a hostile tenant.
 var refusals = []rest.ErrorCode{
 	"", rest.ErrorCodeInsufficientCapacity, rest.ErrorCodeNotFound, rest.ErrorCodeConflict, rest.ErrorCodeAlreadyExists, rest.ErrorCodeEnded, rest.ErrorCodeNotReady,
 }
@@ -137,10 +137,10 @@ func (a *Answers) String() string {
 	return b.String()
 }
 
-// note counts an answer, and reports whether it was success.
+// note counts an answer, and reports whether it was a success.
 func (a *Answers) note(ctx context.Context, what string, err error) bool {
 	if ctx.Err() != nil {
-		return false // it was cut off
+		return false // the call was cut off
 	}
 	code := rest.ErrorCode("")
 	if err != nil {
@@ -162,8 +162,9 @@ func (a *Answers) note(ctx context.Context, what string, err error) bool {
 	return err == nil
 }
 
-// Hostile floods a daemon until ctx ends, in so many ways at once, with so many workers
-// each. It ends nothing of what it has got, unless that brings more.
+// Hostile floods a daemon until ctx ends, in several ways at once, with workers
+// goroutines each. It keeps everything that it has got, unless giving it up brings
+// more.
 func Hostile(ctx context.Context, t Tenant, workers int, answers *Answers) {
 	h := &hostile{Tenant: t, answers: answers}
 	var all sync.WaitGroup
@@ -184,7 +185,7 @@ type hostile struct {
 	answers *Answers
 }
 
-// own is a sandbox of a worker, which is claimed if it is not there.
+// own makes sure that a worker's sandbox exists, and claims it if necessary.
 func (h *hostile) own(ctx context.Context, name string) bool {
 	_, err := h.Client.Sandbox(ctx, name)
 	if err == nil {
@@ -194,13 +195,14 @@ func (h *hostile) own(ctx context.Context, name string) bool {
 	return h.answers.note(ctx, "claim", err)
 }
 
-// lookup asks for what is not there.
+// lookup asks for missing sandboxes.
 func (h *hostile) lookup(ctx context.Context, w, i int) {
 	_, err := h.Client.Sandbox(ctx, fmt.Sprintf("none-%d-%d", w, i))
 	h.answers.note(ctx, "look-up", err)
 }
 
-// build makes templates that are all different, and deletes one where it is refused another.
+// build makes templates that are all different. When it is refused another one, it
+// deletes one.
 func (h *hostile) build(ctx context.Context, w, i int) {
 	spec := h.Template
 	spec.Env = rest.Env{"REVISION": fmt.Sprint(w, i)}
@@ -210,7 +212,7 @@ func (h *hostile) build(ctx context.Context, w, i int) {
 	}
 }
 
-// fork forks a sandbox into many, and ends them.
+// fork makes many forks of a sandbox, and ends them.
 func (h *hostile) fork(ctx context.Context, w, i int) {
 	source := fmt.Sprint("source-", w)
 	if !h.own(ctx, source) {
@@ -239,7 +241,7 @@ func (h *hostile) log(ctx context.Context, w, i int) {
 	}
 }
 
-// hibernate writes sandboxes to disk and wakes them, and keeps checkpoints until it is
+// hibernate writes sandboxes to disk and wakes them. It keeps checkpoints until it is
 // refused.
 func (h *hostile) hibernate(ctx context.Context, w, i int) {
 	name := fmt.Sprint("sleeper-", w)
@@ -254,13 +256,15 @@ func (h *hostile) hibernate(ctx context.Context, w, i int) {
 	h.answers.note(ctx, "resume", err)
 }
 
-// Leave ends and deletes all that a tenant has, but for its pool and the template of that.
+// Leave ends and deletes all objects of a tenant, except for its pool and the pool's
+// template.
 func Leave(ctx context.Context, t Tenant) error {
 	pool, err := t.Client.Pool(ctx, t.Pool)
 	if err != nil {
 		return err
 	}
-	// What was cut off may still come to something: until a list is empty.
+	// Calls that were cut off may still succeed, so this repeats until the list is
+	// empty.
 	live, err := t.Client.Sandboxes(ctx, false)
 	for err == nil && len(live) > 0 {
 		for _, s := range live {

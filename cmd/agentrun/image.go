@@ -55,7 +55,7 @@ func (o *limitOptions) limits() (tree.Limits, error) {
 func (o *registryOptions) flags(f *pflag.FlagSet) {
 	f.StringArrayVar(&o.caFiles, "ca-file", nil, "PEM file of a certificate authority to trust beside the system's (repeatable)")
 	f.StringArrayVar(&o.plainHTTP, "plain-http", nil, "HOST[:PORT] of a registry to be spoken to without TLS (repeatable); never guessed")
-	f.StringVar(&o.config, "registries", "", "JSON file of settings of registries (default: registries.json in $XDG_CONFIG_HOME/agentrun, or in /etc/agentrun)")
+	f.StringVar(&o.config, "registries", "", "JSON file of settings of registries: TLS, and what builds of namespaces may reach (default: registries.json in $XDG_CONFIG_HOME/agentrun, or in /etc/agentrun)")
 }
 
 // pullOptions are the flags of agentrun image pull.
@@ -124,10 +124,15 @@ func newImageCommand() *cobra.Command {
 		Long: `Images are root filesystems with the settings that came with them. They come from
 registries, from archives, or are built of Debian packages, and are kept as EROFS
 files that sandboxes share. A name that is known here means the image here; a
-registry is asked by agentrun image pull alone, or when a name is not known.`,
+registry is asked by agentrun image pull alone, or when a name is not known.
+
+What these commands name is published: templates of all namespaces can be made of it.
+An image that the daemon has pulled for a template belongs to the template's namespace,
+until agentrun image publish.`,
 	}
 	cmd.AddCommand(newImagePullCommand(), newImageImportCommand(), newImageBuildCommand(), newImageListCommand(),
-		newImageRemoveCommand(), newImageInspectCommand(), newImagePruneCommand(), newImageTagCommand())
+		newImageRemoveCommand(), newImageInspectCommand(), newImagePruneCommand(), newImageTagCommand(),
+		newImagePublishCommand(), newImageUnpublishCommand(), newImageAvailableCommand())
 	return cmd
 }
 
@@ -288,7 +293,7 @@ func newImageListCommand() *cobra.Command {
 	var asJSON bool
 	cmd := &cobra.Command{
 		Use:   "ls",
-		Short: "List images",
+		Short: "List the images of this machine, and for whom they are",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			store, err := local.OpenImages()
@@ -320,12 +325,8 @@ func printJSON(w io.Writer, v any) error {
 
 func printImages(w io.Writer, list []image.Entry) error {
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-	fmt.Fprintln(t, "NAME\tDIGEST\tPLATFORM\tSTORED\tSIZE\tUSED BY")
+	fmt.Fprintln(t, "NAME\tDIGEST\tPLATFORM\tSTORED\tSIZE\tFOR\tUSED BY")
 	for _, e := range list {
-		names := e.Names
-		if len(names) == 0 {
-			names = []string{"-"}
-		}
 		var holders []string
 		for _, h := range e.Holders {
 			holders = append(holders, h.String())
@@ -337,9 +338,9 @@ func printImages(w io.Writer, list []image.Entry) error {
 		if e.Damaged != "" {
 			used = e.Damaged
 		}
-		for _, n := range names {
-			fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%.1f MiB\t%s\n", strings.TrimPrefix(n, "index.docker.io/library/"), e.Digest.Short(), e.Platform,
-				e.Stored.Local().Format(time.DateTime), float64(e.Size())/(1<<20), used)
+		for _, r := range imageRows(e) {
+			fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%.1f MiB\t%s\t%s\n", r.name, e.Digest.Short(), e.Platform,
+				e.Stored.Local().Format(time.DateTime), float64(e.Size())/(1<<20), r.of, used)
 		}
 	}
 	return t.Flush()
@@ -444,7 +445,7 @@ names, too. Pulls and builds that go on meanwhile are left alone.`,
 func newImageTagCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "tag IMAGE NAME",
-		Short: "Give an image that is here another name",
+		Short: "Give an image that is here another name, for all namespaces",
 		Args:  cobra.ExactArgs(2),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			store, err := local.OpenImages()

@@ -40,12 +40,16 @@ type exitCode int
 func (c exitCode) Error() string { return fmt.Sprintf("exit code %d", int(c)) }
 
 func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) error {
+	return cli.Execute(ctx, newRootCommand(), args, stdin, stdout, stderr)
+}
+
+func newRootCommand() *cobra.Command {
 	root := &cobra.Command{Use: "agentrun", Short: "Isolated computers for AI agents", Version: version}
 	root.AddCommand(newRunCommand(), newSnapshotCommand(), newForkCommand(), newExecCommand(), newListCommand(), newRemoveCommand(), newKillCommand(),
 		newPauseCommand(), newResumeCommand(), newHibernateCommand(), newImageCommand(), newUpCommand(), newDownCommand(),
 		newApplyCommand(), newGetCommand(), newDeleteCommand(), newLogsCommand(), newCodeCommand(), newCopyCommand(), newPortForwardCommand(), newTreeCommand(),
-		newKeyCommand(), newCertCommand(), newSecretCommand(), newQuotaCommand(), newCACommand(), newNetworkCommand(), newCheckpointCommand(), newTopCommand(), newTemplateCommand(),
+		newKeyCommand(), newCertCommand(), newSecretCommand(), newRegistryCommand(), newQuotaCommand(), newCACommand(), newNetworkCommand(), newCheckpointCommand(), newTopCommand(), newTemplateCommand(),
 		newCordonCommand(), newDrainCommand(), newUncordonCommand(),
 		newDoctorCommand(), newManCommand())
-	return cli.Execute(ctx, root, args, stdin, stdout, stderr)
+	return root
 }

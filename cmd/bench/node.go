@@ -15,7 +15,7 @@ const freeEngine = "free"
 
 func newNodeCommand() *cobra.Command {
 	cfg := bench.DaemonConfig{
-		Guest: bench.Guest{VCPUs: 1}, Records: 10000, RecordBytes: 4096, Rounds: 3, For: 3 * time.Second, Others: 100,
+		Guest: bench.Guest{VCPUs: 1}, Records: 10000, RecordBytes: 4096, Stored: 500, Rounds: 3, For: 3 * time.Second, Others: 100,
 		Clients: 32, SlowClients: 64, Added: 2 * time.Millisecond, Slow: 1000, Adoption: 100 * time.Millisecond, Silent: 10,
 		Large: 455 << 20,
 	}
@@ -26,7 +26,8 @@ func newNodeCommand() *cobra.Command {
 		Short: "The daemon's own work with many sandboxes: looking up, listing, claiming, ending, starting",
 		Long: `Make --records sandboxes and measure what the daemon does by itself: sandboxes that are
 looked up by name, in process and by the REST API, while --others ask for one that is
-not there; pages of a list; sandboxes that are claimed and ended through gRPC, with
+not there; pages of a list; the node's status, with --stored templates and checkpoints
+beside them; sandboxes that are claimed and ended through gRPC, with
 and without fsync and with slow commits; the start of a daemon with all of them; and
 commits to a journal that was once large.
 
@@ -37,7 +38,7 @@ what remains is the daemon. With --engine gvisor or microvm they are real, of
   build/bench node --engine gvisor --rootfs build/demo-rootfs --records 20 --clients 4 --slow-clients 8 --large 0`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if cfg.Records < 1 || cfg.Rounds < 1 || cfg.Clients < 1 || cfg.SlowClients < 1 || cfg.For <= 0 {
+			if cfg.Records < 1 || cfg.Rounds < 1 || cfg.Clients < 1 || cfg.SlowClients < 1 || cfg.For <= 0 || cfg.Stored < 0 {
 				return fmt.Errorf("--records %d, --rounds %d, --clients %d, --slow-clients %d, --for %v: at least 1 is needed",
 					cfg.Records, cfg.Rounds, cfg.Clients, cfg.SlowClients, cfg.For)
 			}
@@ -57,6 +58,7 @@ what remains is the daemon. With --engine gvisor or microvm they are real, of
 	f.StringVar(&engine, "engine", engine, fmt.Sprintf("%s (of cost), %s or %s", freeEngine, pick.GVisor, pick.MicroVM))
 	f.IntVar(&cfg.Records, "records", cfg.Records, "how many sandboxes live")
 	f.IntVar(&cfg.RecordBytes, "record-bytes", cfg.RecordBytes, "how many bytes of metadata each has")
+	f.IntVar(&cfg.Stored, "stored", cfg.Stored, "how many templates and checkpoints there are beside them, each, when the node's status is measured (engine free of cost)")
 	f.IntVar(&cfg.Rounds, "rounds", cfg.Rounds, "how often the measurements take turns")
 	f.DurationVar(&cfg.For, "for", cfg.For, "how long each of them takes")
 	f.IntVar(&cfg.Others, "others", cfg.Others, "how many ask for what is not there")

@@ -22,8 +22,8 @@ import (
 	"agentrun.dev/internal/host/goruntime"
 )
 
-// monitorSlack bounds how long a goroutine that blocks in a system call can
-// hold up the others: there is one P.
+// monitorSlack bounds how long a goroutine that blocks in a system call can delay the
+// others, since there is one P.
 const monitorSlack = 2 * time.Millisecond
 
 // version is set by the linker: -X main.version=…
@@ -64,15 +64,15 @@ func run(args []string) error {
 	return errors.New("guest-agent runs as PID 1 of a sandbox; elsewhere use: guest-agent --listen-unix PATH")
 }
 
-// runAsInit serves a sandbox. Arguments are ignored: the kernel passes what it
-// does not know of its command line to PID 1.
+// runAsInit serves a sandbox. Arguments are ignored, because the kernel passes
+// unknown words of its command line to PID 1.
 func runAsInit() error {
 	system, err := agent.Boot(log)
 	if err != nil {
 		return err
 	}
 	if err := goruntime.SlowMonitor(monitorSlack); err != nil {
-		log(err.Error()) // it works all the same, only slower
+		log(err.Error()) // the agent works without it, only slower
 	}
 	ps := agent.NewProcesses(agent.Config{Log: log, Orphans: true})
 	server := &agent.Server{
@@ -89,12 +89,12 @@ func runAsInit() error {
 		return err
 	}
 	if err := agent.SayReady(guestrpc.AgentPort); err != nil {
-		log(err.Error()) // a host that does not wait for it may still connect
+		log(err.Error()) // a host that does not wait for the message may still connect
 	}
 	return server.Serve(context.Background(), l)
 }
 
-// runInContainer serves a sandbox whose kernel is gVisor's. Its host says all
+// runInContainer serves a sandbox whose kernel is gVisor's. Its host sends everything
 // else over the channel.
 func runInContainer(args []string) error {
 	dns, err := agent.ParseContainer(args)
@@ -137,8 +137,8 @@ func runOnHost(path string) error {
 	return server.Serve(context.Background(), l)
 }
 
-// log writes to the console, which is where a sandbox's boot is read.
+// log writes to the console, which shows the sandbox's boot.
 func log(msg string) {
-	// There is nowhere to say that the console can not be written.
+	// There is nowhere to report that writing to the console failed.
 	_, _ = os.Stderr.WriteString("guest-agent: " + msg + "\n")
 }

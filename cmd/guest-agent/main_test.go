@@ -56,13 +56,13 @@ func TestAgentOnAUnixSocket(t *testing.T) {
 	if err != nil || info.AgentVersion != version {
 		t.Errorf("%+v, %v", info, err)
 	}
-	// Here the machine is not its own to change.
+	// Outside of a VM the agent must not change the machine.
 	if reply, err := c.Renew(ctx, guestrpc.RenewRequest{Entropy: make([]byte, guestrpc.MinEntropy), Generation: 1}); err == nil || !strings.Contains(err.Error(), "not PID 1") {
 		t.Errorf("renewed on a host: %+v, %v", reply, err)
 	}
 }
 
-// dial tries until the agent listens: a unix socket gives no event for that.
+// dial tries until the agent listens, because a unix socket has no event for that.
 func dial(ctx context.Context, t *testing.T, path string) net.Conn {
 	t.Helper()
 	for {

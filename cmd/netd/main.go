@@ -1,7 +1,7 @@
-// Command netd is the network of one namespace's sandboxes. It is started by package
-// netproc, in a jail of package jail, for daemons that speak package netctl with it. It
-// listens on the socket that is its descriptor 3, opens nothing by path, and locks itself
-// down before it accepts the first connection.
+// Command netd is the network of one namespace's sandboxes. Package netproc starts
+// it, in a jail of package jail, for daemons that speak package netctl with it. It
+// listens on the socket that is its descriptor 3 and opens nothing by path. It locks
+// itself down before it accepts the first connection.
 package main
 
 import (
@@ -24,16 +24,17 @@ import (
 // version is set by the linker.
 var version = "dev"
 
-// listenerFD is where the parent leaves the listening socket.
+// listenerFD is the descriptor of the listening socket, which the parent passes.
 const listenerFD = 3
 
-// patience is how long it goes on with neither a wire nor a daemon.
+// patience is how long netd goes on with neither a wire nor a daemon.
 const patience = 30 * time.Second
 
-// memoryGoal is what its collector aims at, of the 1 GiB that its cgroup has.
+// memoryGoal is the limit that the garbage collector aims at. The cgroup's limit is 1
+// GiB.
 const memoryGoal = 800 << 20
 
-// package jail starts it with the timer slack of a slow monitor.
+// Package jail starts netd with the timer slack of a slow monitor.
 func init() { goruntime.OnlyMonitor() }
 
 func main() {
@@ -44,8 +45,9 @@ func main() {
 }
 
 func run(ctx context.Context) error {
-	// net/http logs bytes that a server sends unasked, for which it has no other place. They
-	// may be an echo of a credential, and any server could fill the file of last words.
+	// net/http logs unsolicited bytes from a server, and only to the standard logger.
+	// The bytes may echo a credential, and any server could fill the file of last
+	// words with them.
 	log.SetOutput(io.Discard)
 	debug.SetMemoryLimit(memoryGoal)
 	file := os.NewFile(listenerFD, "control")

@@ -1,6 +1,6 @@
-// Command vmm runs one microVM. It is started by package jail for a parent that
-// speaks package vmmctl with it over descriptor 3. It opens nothing by path, and
-// locks itself down before it reads the first message.
+// Command vmm runs one microVM. Package jail starts it for a parent that speaks
+// package vmmctl with it over descriptor 3. It opens nothing by path, and locks
+// itself down before it reads the first message.
 package main
 
 import (
@@ -15,13 +15,13 @@ import (
 	"agentrun.dev/internal/vmm/vmmserver"
 )
 
-// controlFD is where the parent leaves the control socket.
+// controlFD is the descriptor of the control socket, which the parent passes.
 const controlFD = 3
 
-// headroom is how much garbage may pile up before it is collected, at least.
+// headroom is the minimum amount of garbage before a collection.
 const headroom = 2 << 20
 
-// package jail starts it with the timer slack of a slow monitor.
+// Package jail starts vmm with the timer slack of a slow monitor.
 func init() { goruntime.OnlyMonitor() }
 
 func main() {

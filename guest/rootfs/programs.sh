@@ -1,6 +1,7 @@
 #!/bin/bash
 # Makes a root filesystem with programs that fetch things from a network: pip, git,
-# curl and apt-get, from this machine's own, on top of Python: guest/rootfs/programs.sh OUT
+# curl, apt-get and Python's requests, from this machine's own, on top of Python:
+# guest/rootfs/programs.sh OUT
 set -euo pipefail
 [ $# -eq 1 ] || { echo "usage: programs.sh OUT" >&2; exit 2; }
 here=$(dirname "${BASH_SOURCE[0]}")
@@ -9,6 +10,8 @@ for program in git curl apt-get; do
 done
 pip=$(compgen -G '/usr/share/python-wheels/pip-*.whl' | tail -n 1) ||
 	{ echo "rootfs: pip is missing: sudo apt-get install python3-pip-whl" >&2; exit 1; }
+debian=/usr/lib/python3/dist-packages
+[ -d $debian/requests ] || { echo "rootfs: Python's requests is missing: sudo apt-get install python3-requests" >&2; exit 1; }
 
 "$here/python.sh" "$1"
 # Debian's mark that apt-get, not pip, installs modules: here there is only pip.
@@ -16,6 +19,9 @@ rm -f "$1"/usr/lib/python3*/EXTERNALLY-MANAGED
 modules=$1/usr/local/lib/$(readlink "$1/bin/python3")/dist-packages
 mkdir -p "$modules"
 python3 -m zipfile -e "$pip" "$modules"
+# requests, and what it imports, where Debian has them: what pip installs comes first.
+mkdir -p "$1$debian"
+cp -r $debian/{requests,urllib3,idna,certifi,chardet,six.py} "$1$debian/"
 printf '#!/bin/sh\nexec python3 -m pip "$@"\n' >"$1/bin/pip"
 chmod 755 "$1/bin/pip"
 

@@ -133,6 +133,14 @@ var operations = map[Operation]Rule{
 	"patchSecret":  {Need: Change},
 	"deleteSecret": {Need: Change},
 
+	"listImages":     {Need: Read},
+	"publishImage":   {Need: Administer},
+	"unpublishImage": {Need: Administer},
+
+	"listRegistryLogins":  {Need: Read, Audit: true},
+	"putRegistryLogin":    {Need: Change, Makes: true},
+	"deleteRegistryLogin": {Need: Change},
+
 	"getCA": {Need: Read},
 	"putCA": {Need: Change},
 

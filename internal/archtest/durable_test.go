@@ -9,7 +9,8 @@ import (
 	"testing"
 )
 
-// renames lists who may sync and rename files without durable, and why.
+// renames lists the packages that may sync and rename files without durable,
+// with their reasons.
 var renames = map[string]string{
 	"internal/durable":                 "it is the one that does it",
 	"internal/access/audit":            "it appends to a log, and numbers the full ones",
@@ -20,8 +21,8 @@ var renames = map[string]string{
 	"testbed/internal/qemu":            "what it makes is made again",
 }
 
-// TestDurableWrites: files that are replaced as a whole are replaced by durable,
-// so that none forgets a step.
+// TestDurableWrites: only package durable replaces whole files, so that no step
+// is forgotten.
 func TestDurableWrites(t *testing.T) {
 	unused := map[string]bool{}
 	for path := range renames {
@@ -68,7 +69,7 @@ func writesByHand(call *ast.CallExpr) (string, bool) {
 		return "", false
 	}
 	switch s.Sel.Name {
-	case "Sync": // that with an argument is a request to an agent
+	case "Sync": // Sync with an argument is a request to an agent
 		return s.Sel.Name, len(call.Args) == 0
 	case "Fsync":
 		return s.Sel.Name, len(call.Args) == 1

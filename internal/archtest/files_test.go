@@ -10,14 +10,15 @@ import (
 	"testing"
 )
 
-// Longest files, in lines: what a reader takes in at one sitting.
+// The limits on a file's lines keep files short enough to be read at one
+// sitting.
 const (
 	maxLines     = 500
 	maxTestLines = 700
 )
 
-// sourceFiles calls f with every file of the tree that is not a build result,
-// by its path from the module's root.
+// sourceFiles calls f with every file of the tree except build results. path is
+// relative to the module's root.
 func sourceFiles(t *testing.T, f func(path string, data []byte)) {
 	t.Helper()
 	root := moduleRoot(t)
@@ -53,7 +54,7 @@ func sourceFiles(t *testing.T, f func(path string, data []byte)) {
 	}
 }
 
-// generated is the line that marks what no person reads or writes.
+// generated matches the line that marks generated files.
 var generated = regexp.MustCompile(`(?m)^// Code generated .* DO NOT EDIT\.$`)
 
 func TestFileLengths(t *testing.T) {
@@ -71,8 +72,8 @@ func TestFileLengths(t *testing.T) {
 	})
 }
 
-// machinePath matches folders that exist on one developer's machine. Paths
-// inside guests (/root, /home/user) are not meant.
+// machinePath matches folders that exist on one developer's machine. It does
+// not match paths inside guests (/root, /home/user).
 var machinePath = regexp.MustCompile(`/root/(go|src|\.cache)\b|/home/\w+/(go|src|\.cache)\b`)
 
 func TestNoMachinePaths(t *testing.T) {

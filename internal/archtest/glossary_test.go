@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// glossary is the page that says what each word means.
+// glossary is the page that defines the words.
 const glossary = "docs/glossary.md"
 
 var (
@@ -30,8 +30,8 @@ func readGlossary(t *testing.T) string {
 	return string(b)
 }
 
-// TestGlossary: every term is there once, is found by the alphabet, and exists in
-// the code under the names that are given for it.
+// TestGlossary: every term is there once, in alphabetical order, and the names
+// given for it exist in the code.
 func TestGlossary(t *testing.T) {
 	rows := term.FindAllStringSubmatch(readGlossary(t), -1)
 	if len(rows) < 30 || len(rows) > 60 {
@@ -60,9 +60,10 @@ func isFolder(t *testing.T, path string) bool {
 	return err == nil && fi.IsDir()
 }
 
-// TestUnusedNames: what the glossary has another name for is not declared again. A name
-// with a dot is one of a package, or of a type in it: elsewhere the word may be right.
-// Generated code has the names of what it was generated from.
+// TestUnusedNames: a name that the glossary replaces by another one is not declared
+// again. A name with a dot is banned only in that package, or for that type: elsewhere
+// the word may be right. Generated code is exempt, because its names come from its
+// source.
 func TestUnusedNames(t *testing.T) {
 	instead := map[string]string{}
 	for _, row := range unused.FindAllStringSubmatch(readGlossary(t), -1) {
@@ -96,7 +97,7 @@ func TestUnusedNames(t *testing.T) {
 	})
 }
 
-// packagesOf are the packages of some names.
+// packagesOf returns the packages of these names.
 func packagesOf(declared map[string]bool) map[string]bool {
 	all := map[string]bool{}
 	for name := range declared {
@@ -106,7 +107,7 @@ func packagesOf(declared map[string]bool) map[string]bool {
 	return all
 }
 
-// goFiles calls f with every Go file that a person wrote.
+// goFiles calls f with every Go file that is not generated.
 func goFiles(t *testing.T, f func(path string, fset *token.FileSet, file *ast.File)) {
 	t.Helper()
 	fset := token.NewFileSet()
@@ -122,7 +123,7 @@ func goFiles(t *testing.T, f func(path string, fset *token.FileSet, file *ast.Fi
 	})
 }
 
-// declarations are the names that a file gives to anything.
+// declarations returns all names that a file declares.
 func declarations(file *ast.File) (ids []*ast.Ident) {
 	ast.Inspect(file, func(n ast.Node) bool {
 		switch n := n.(type) {
@@ -146,8 +147,8 @@ func declarations(file *ast.File) (ids []*ast.Ident) {
 	return ids
 }
 
-// declaredNames are all of the form package.Name, and package.Type.Member for
-// fields and methods.
+// declaredNames returns all declared names in the form package.Name, and fields
+// and methods as package.Type.Member.
 func declaredNames(t *testing.T) map[string]bool {
 	t.Helper()
 	names := map[string]bool{}
@@ -172,7 +173,7 @@ func declaredNames(t *testing.T) map[string]bool {
 	return names
 }
 
-// receiver is the type that a method is of, with a dot behind it.
+// receiver returns the type of a method with a dot after it.
 func receiver(d *ast.FuncDecl) string {
 	if d.Recv == nil {
 		return ""
@@ -187,7 +188,8 @@ func receiver(d *ast.FuncDecl) string {
 	return name
 }
 
-// specNames are what a declaration declares, and the members of a type.
+// specNames returns the names that a declaration declares, and the members of a
+// type.
 func specNames(spec ast.Spec) (names []string) {
 	switch s := spec.(type) {
 	case *ast.ValueSpec:

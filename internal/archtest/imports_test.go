@@ -1,5 +1,6 @@
-// Package archtest holds the rules about the tree that no compiler checks:
-// who imports whom, how packages are named and documented, how long files are.
+// Package archtest tests the rules about the tree that the compiler does not
+// check: which packages import which, how packages are named and documented,
+// how long files are.
 package archtest
 
 import (
@@ -21,7 +22,7 @@ import (
 
 const module = "agentrun.dev"
 
-// goPackage is what go list -json says about a package.
+// goPackage has the fields of go list -json.
 type goPackage struct {
 	Dir            string
 	ImportPath     string
@@ -44,7 +45,7 @@ func goList(t *testing.T, args ...string) []goPackage {
 	return goListIn(t, ".", args...)
 }
 
-// goListIn runs it in a folder, from the module's root.
+// goListIn runs it in a folder, which is relative to the module's root.
 func goListIn(t *testing.T, dir string, args ...string) []goPackage {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), "go", append([]string{"list", "-json"}, args...)...)
@@ -68,7 +69,7 @@ func goListIn(t *testing.T, dir string, args ...string) []goPackage {
 	}
 }
 
-// moduleRoot is the folder of go.mod.
+// moduleRoot returns the folder of go.mod.
 func moduleRoot(t *testing.T) string {
 	t.Helper()
 	dir, err := os.Getwd()
@@ -86,7 +87,7 @@ func moduleRoot(t *testing.T) string {
 	}
 }
 
-// rule is what is said about a package.
+// rule is the map's entry of a package.
 type rule struct {
 	path    string // from the module's root
 	owns    string
@@ -103,10 +104,10 @@ func (g group) may(use string) bool {
 	return slices.ContainsFunc(g.mayUse, func(of string) bool { return of == "*" || of == use || strings.HasPrefix(use, of+"/") })
 }
 
-// helperModule is where gVisor's helper is, in a module of its own.
+// helperModule is the folder with the module of gVisor's helper.
 const helperModule = "gvisor"
 
-// TestMap: the map has every package of both modules, and what it imports.
+// TestMap: the map lists every package of both modules, with its imports.
 func TestMap(t *testing.T) {
 	rules := map[string]rule{}
 	for _, r := range packages {
@@ -137,7 +138,7 @@ func TestMap(t *testing.T) {
 	}
 }
 
-// TestGroups: packages use only what their group may.
+// TestGroups: packages import only those packages that their group may import.
 func TestGroups(t *testing.T) {
 	byName := map[string]group{}
 	for _, g := range groups {
@@ -219,7 +220,7 @@ func listed(names []string) string {
 	return "`" + strings.Join(names, "`, `") + "`"
 }
 
-// TestTestbedIsNoLibrary: the product must not depend on what tests it.
+// TestTestbedIsNoLibrary: the product must not depend on its testbed.
 func TestTestbedIsNoLibrary(t *testing.T) {
 	const testbed = module + "/testbed"
 	for _, p := range goList(t, "./...") {
@@ -234,12 +235,12 @@ func TestTestbedIsNoLibrary(t *testing.T) {
 	}
 }
 
-// forTests reports whether a package of ours is for tests: its name or folder says so.
+// forTests reports whether one of our packages is for tests, by its name or folder.
 func forTests(path string) bool {
 	return strings.HasPrefix(path, module+"/test/") || strings.HasPrefix(path, module+"/internal/") && strings.HasSuffix(path, "test")
 }
 
-// TestTestPackages: packages that are for tests are imported by tests only.
+// TestTestPackages: only tests import packages for tests.
 func TestTestPackages(t *testing.T) {
 	found := 0
 	for _, p := range goList(t, "./...") {
@@ -258,8 +259,8 @@ func TestTestPackages(t *testing.T) {
 	}
 }
 
-// TestDomainIsApart: what speaks of sandboxes, and what serves them, does not depend
-// on what runs them.
+// TestDomainIsApart: the packages that define sandboxes and serve them do not depend
+// on those that run them.
 func TestDomainIsApart(t *testing.T) {
 	for _, p := range goList(t, "-deps", "./internal/sandbox", "./internal/access", "./internal/convert/...", "./internal/server/...") {
 		of, ours := strings.CutPrefix(p.ImportPath, module+"/internal/")
@@ -270,7 +271,8 @@ func TestDomainIsApart(t *testing.T) {
 	}
 }
 
-// TestNoBenchInProduct: users' binary carries neither benchmarks nor peers.
+// TestNoBenchInProduct: agentrun, which users install, contains neither
+// benchmarks nor peers.
 func TestNoBenchInProduct(t *testing.T) {
 	for _, p := range goList(t, "-deps", "./cmd/agentrun") {
 		if path := strings.TrimPrefix(p.ImportPath, module+"/"); path == "bench" || strings.HasPrefix(path, "bench/") {
@@ -279,15 +281,15 @@ func TestNoBenchInProduct(t *testing.T) {
 	}
 }
 
-// ofGVisor is the one part of gVisor that this module uses, and its user. The rest is in
-// a module of its own.
+// ofGVisor is the only part of gVisor that this module uses, and usesGVisor the only
+// package that uses it. The module of gVisor's helper uses the rest.
 const (
 	ofGVisor   = "gvisor.dev/gvisor/pkg/"
 	usesGVisor = module + "/internal/network/stack"
 )
 
-// TestGVisor: gVisor's TCP/IP is in netd alone; what runs sandboxes is not in this
-// module at all.
+// TestGVisor: only netd uses gVisor's TCP/IP. This module does not use those parts
+// of gVisor that run sandboxes.
 func TestGVisor(t *testing.T) {
 	for _, p := range goList(t, "./...") {
 		for _, imp := range p.Imports {
@@ -312,7 +314,8 @@ func TestGVisor(t *testing.T) {
 	}
 }
 
-// TestObserversAreApart: what is counted and traced does not know by what.
+// TestObserversAreApart: node and server do not depend on the libraries for
+// metrics and traces.
 func TestObserversAreApart(t *testing.T) {
 	for _, p := range goList(t, "-deps", "./internal/node", "./internal/server") {
 		if strings.HasPrefix(p.ImportPath, "github.com/prometheus/") || strings.HasPrefix(p.ImportPath, "go.opentelemetry.io/") {
@@ -321,12 +324,12 @@ func TestObserversAreApart(t *testing.T) {
 	}
 }
 
-// ofMachines are the packages of the vmm group that the daemon is linked with: how it
-// speaks with vmm processes, what they tell, and what it asks of KVM.
+// ofMachines are the packages of the vmm group that are linked into the daemon: those
+// for talking to vmm processes, for their reports, and for asking KVM about the host.
 var ofMachines = []string{"cpu", "kvm", "livefork", "vmmctl", "vmstate"}
 
-// TestDaemonHasNoMachine: machines, their devices and their memory are in vmm
-// processes alone.
+// TestDaemonHasNoMachine: the code of machines, their devices and their memory
+// is linked only into vmm processes.
 func TestDaemonHasNoMachine(t *testing.T) {
 	const group = module + "/internal/vmm"
 	for _, p := range goList(t, "-deps", "./internal/node/forkd") {
@@ -337,17 +340,17 @@ func TestDaemonHasNoMachine(t *testing.T) {
 	}
 }
 
-// vmmModules are the foreign modules that a vmm process may be made of.
+// vmmModules are the foreign modules that may be linked into a vmm process.
 var vmmModules = []string{"golang.org/x/sys"}
 
-// vmmForbidden are packages of the standard library, and everything below
-// them, that have no place in a process that faces a hostile guest.
+// vmmForbidden are packages of the standard library that, with all packages
+// below them, must not be in a process that faces a hostile guest.
 var vmmForbidden = []string{"net/http", "net/rpc", "database", "html", "plugin", "os/exec", "crypto/tls"}
 
-// vmmSizeLimit is room above today's size, so that growth is a decision.
+// vmmSizeLimit is above today's size. To raise it is a deliberate decision.
 const vmmSizeLimit = 4 << 20
 
-// TestVMMIsSmall looks at everything that cmd/vmm is linked from.
+// TestVMMIsSmall checks all packages that are linked into cmd/vmm.
 func TestVMMIsSmall(t *testing.T) {
 	for _, p := range goList(t, "-deps", "./cmd/vmm") {
 		switch {
@@ -366,10 +369,10 @@ func TestVMMIsSmall(t *testing.T) {
 	checkSize(t, "vmm", vmmSizeLimit)
 }
 
-// netdSizeLimit is room above today's size, of which HTTP and TLS are about half.
+// netdSizeLimit is above today's size, of which HTTP and TLS are about half.
 const netdSizeLimit = 12 << 20
 
-// TestNetdIsSmall: netd starts no programs, and does not grow unnoticed.
+// TestNetdIsSmall: netd cannot start programs, and does not grow unnoticed.
 func TestNetdIsSmall(t *testing.T) {
 	for _, p := range goList(t, "-deps", "./cmd/netd") {
 		if slices.Contains([]string{"os/exec", "plugin", "net/rpc"}, p.ImportPath) {
@@ -379,7 +382,8 @@ func TestNetdIsSmall(t *testing.T) {
 	checkSize(t, "netd", netdSizeLimit)
 }
 
-// checkSize builds a program of cmd/ as it is installed.
+// checkSize builds a program of cmd/ as for an installation, and checks its
+// size.
 func checkSize(t *testing.T, program string, limit int64) {
 	t.Helper()
 	out := filepath.Join(t.TempDir(), program)
@@ -399,8 +403,8 @@ func checkSize(t *testing.T, program string, limit int64) {
 	}
 }
 
-// TestPackageDocs: exactly one file of a package has its doc comment, and the
-// comment starts as godoc expects.
+// TestPackageDocs: exactly one file of a package has a doc comment, which
+// starts as godoc expects.
 func TestPackageDocs(t *testing.T) {
 	for _, p := range goList(t, "./...") {
 		files := slices.Concat(p.GoFiles, p.CgoFiles, p.IgnoredGoFiles)
@@ -437,7 +441,7 @@ func firstLine(s string) string {
 	return line
 }
 
-// emptyNames say nothing about what a package owns.
+// emptyNames are names that do not say what a package owns.
 var emptyNames = []string{"util", "utils", "common", "types", "helper", "helpers", "misc", "shared", "base"}
 
 func TestPackageNames(t *testing.T) {

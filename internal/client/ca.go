@@ -7,12 +7,12 @@ import (
 	"agentrun.dev/api/rest"
 )
 
-// CA is the one that sandboxes of the namespace can trust.
+// CA returns the CA that the namespace's sandboxes can trust.
 func (c *Client) CA(ctx context.Context) (rest.NamespaceCA, error) {
 	return get[rest.NamespaceCA](ctx, c, call{method: http.MethodGet, path: c.space + "/ca"})
 }
 
-// PutCA gives the namespace another one.
+// PutCA replaces the namespace's CA.
 func (c *Client) PutCA(ctx context.Context, spec rest.CASpec) (rest.NamespaceCA, error) {
 	return get[rest.NamespaceCA](ctx, c, call{method: http.MethodPut, path: c.space + "/ca", body: spec})
 }

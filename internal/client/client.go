@@ -1,5 +1,5 @@
-// Package client speaks to a daemon over its REST API, on a Unix socket or over
-// HTTPS with an API key. Errors of the daemon are *Error.
+// Package client talks to a daemon over its REST API, on a Unix socket or over
+// HTTPS with an API key. Errors of the daemon are of type *Error.
 package client
 
 import (
@@ -20,16 +20,17 @@ import (
 	"agentrun.dev/api/rest"
 )
 
-// Config says where the daemon is: a socket, or a URL and a key.
+// Config says how to reach the daemon: by a socket, or by a URL and a key.
 type Config struct {
 	Socket string
 	URL    string
-	// Key is an API key, or the token of a sandbox. On a socket none is needed.
+	// Key is an API key, or the token of a sandbox. On a socket it is not
+	// needed.
 	Key string
-	// CAFile has the certificates that the daemon's is to be signed by, in PEM;
-	// empty is those that this machine trusts.
+	// CAFile is a PEM file with the certificates that may sign the daemon's
+	// certificate; if it is empty, this machine's trusted ones may.
 	CAFile string
-	// Namespace is that of all calls; empty is default.
+	// Namespace is the namespace of all calls; default if it is empty.
 	Namespace string
 }
 
@@ -41,14 +42,14 @@ type Client struct {
 	space string
 }
 
-// New makes a client. It connects with the first call.
+// New makes a client. It connects at the first call.
 func New(cfg Config) (*Client, error) {
 	c := &Client{base: strings.TrimSuffix(cfg.URL, "/"), key: cfg.Key, space: "/v1/namespaces/default"}
 	if cfg.Namespace != "" {
 		c.space = "/v1/namespaces/" + url.PathEscape(cfg.Namespace)
 	}
 	transport := http.DefaultTransport.(*http.Transport).Clone()
-	// Many streams may be open at once, all to one host.
+	// Many streams may be open at a time, all to one host.
 	transport.MaxIdleConnsPerHost = 64
 	c.http = &http.Client{Transport: transport}
 	if strings.ContainsFunc(cfg.Key, unprintable) {
@@ -94,13 +95,13 @@ func authorities(file string) (*x509.CertPool, error) {
 	return pool, nil
 }
 
-// Close lets go of connections that nobody uses.
+// Close closes idle connections.
 func (c *Client) Close() { c.http.CloseIdleConnections() }
 
-// Details are what a daemon says about an error.
+// Details is a daemon's description of an error.
 type Details = rest.Error
 
-// Error is what a daemon answers if something did not work.
+// Error is a daemon's answer to a call that failed.
 type Error struct {
 	Details
 	Status    int
@@ -129,15 +130,16 @@ type call struct {
 	method, path string
 	query        url.Values
 	body         any       // sent as JSON
-	stream       io.Reader // sent as it is
+	stream       io.Reader // sent unchanged
 	accept       string
 	key          string // for idempotency
 }
 
-// maxError bounds what is read of an error.
+// maxError bounds how much of an error is read.
 const maxError = 64 << 10
 
-// send makes a request; the caller closes the body of the answer, which worked.
+// send makes a request. The answer is always a success; the caller closes its
+// body.
 func (c *Client) send(ctx context.Context, q call) (*http.Response, error) {
 	body, kind := q.stream, "application/octet-stream"
 	if q.body != nil {
@@ -181,7 +183,7 @@ func (c *Client) send(ctx context.Context, q call) (*http.Response, error) {
 	return nil, problem(res)
 }
 
-// problem is the error that an answer tells.
+// problem returns the error that an answer describes.
 func problem(res *http.Response) error {
 	e := &Error{Status: res.StatusCode, RequestID: res.Header.Get("X-Request-Id")}
 	data, err := io.ReadAll(io.LimitReader(res.Body, maxError))
@@ -191,7 +193,7 @@ func problem(res *http.Response) error {
 	return e
 }
 
-// get makes a request that is answered with an object.
+// get makes a request whose answer is an object.
 func get[T any](ctx context.Context, c *Client, q call) (out T, err error) {
 	res, err := c.send(ctx, q)
 	if err != nil {
@@ -204,7 +206,7 @@ func get[T any](ctx context.Context, c *Client, q call) (out T, err error) {
 	return out, nil
 }
 
-// do makes a request that is answered with nothing.
+// do makes a request whose answer has no content.
 func (c *Client) do(ctx context.Context, q call) error {
 	res, err := c.send(ctx, q)
 	if err != nil {
@@ -213,12 +215,12 @@ func (c *Client) do(ctx context.Context, q call) error {
 	return res.Body.Close()
 }
 
-// ErrCutOff says that a stream ended without its last event. What it is about
-// goes on; attach again from where it was.
+// ErrCutOff says that a stream ended before its last event. Its subject, such
+// as a program, goes on: attach again at the last position.
 var ErrCutOff = errors.New("the stream was cut off")
 
-// events makes a request that is answered with a stream, and calls each with
-// every event until it returns false, which is the end as it should be.
+// events makes a request whose answer is a stream, and calls each with every
+// event. The stream has ended properly when each returns false.
 func events[T any](ctx context.Context, c *Client, q call, each func(T) (more bool, err error)) error {
 	q.accept = "application/x-ndjson"
 	res, err := c.send(ctx, q)

@@ -12,7 +12,7 @@ import (
 	"agentrun.dev/api/rest"
 )
 
-// Bytes are those of an output that is text or base64.
+// Bytes decodes output that is text or base64.
 func Bytes(data string, encoding rest.Encoding) ([]byte, error) {
 	if encoding == rest.EncodingBase64 {
 		return base64.StdEncoding.DecodeString(data)
@@ -20,7 +20,7 @@ func Bytes(data string, encoding rest.Encoding) ([]byte, error) {
 	return []byte(data), nil
 }
 
-// Output is where a stream's output goes; nil throws it away.
+// Output receives the output of a stream; output for a nil writer is discarded.
 type Output struct{ Stdout, Stderr io.Writer }
 
 func (o Output) write(stderr bool, data string, encoding rest.Encoding) error {
@@ -38,7 +38,7 @@ func (o Output) write(stderr bool, data string, encoding rest.Encoding) error {
 	return err
 }
 
-// Run runs a program to its end, and answers with all that it wrote.
+// Run runs a program to its end and returns all its output.
 func (c *Client) Run(ctx context.Context, sandbox string, req rest.ExecRequest) (rest.ExecResult, error) {
 	return get[rest.ExecResult](ctx, c, call{method: http.MethodPost, path: c.object("sandboxes", sandbox, "execs"), body: req})
 }
@@ -49,12 +49,12 @@ func (c *Client) Start(ctx context.Context, sandbox string, req rest.ExecRequest
 	return get[rest.ExecStarted](ctx, c, call{method: http.MethodPost, path: c.object("sandboxes", sandbox, "execs"), body: req})
 }
 
-// Stream runs a program; what it writes goes to out as it comes.
+// Stream runs a program and copies its output to out as it arrives.
 func (c *Client) Stream(ctx context.Context, sandbox string, req rest.ExecRequest, out Output) (rest.ExecEvent, error) {
 	return c.follow(ctx, call{method: http.MethodPost, path: c.object("sandboxes", sandbox, "execs"), body: req}, out)
 }
 
-// Attach joins a program from where its outputs were read to.
+// Attach attaches to a program; its outputs continue at these positions.
 func (c *Client) Attach(ctx context.Context, sandbox, id string, stdout, stderr int64, out Output) (rest.ExecEvent, error) {
 	query := url.Values{"stdout": {strconv.FormatInt(stdout, 10)}, "stderr": {strconv.FormatInt(stderr, 10)}}
 	return c.follow(ctx, call{method: http.MethodGet, path: c.object("sandboxes", sandbox, "execs", id, "output"), query: query}, out)
@@ -100,7 +100,7 @@ func (c *Client) Resize(ctx context.Context, sandbox, id string, rows, cols int)
 	return c.do(ctx, call{method: http.MethodPost, path: c.object("sandboxes", sandbox, "execs", id, "resize"), body: rest.TerminalSize{Rows: rows, Cols: cols}})
 }
 
-// Terminal asks for a token that opens a terminal.
+// Terminal requests a token that opens a terminal.
 func (c *Client) Terminal(ctx context.Context, sandbox string, req rest.TerminalRequest) (rest.Terminal, error) {
 	return get[rest.Terminal](ctx, c, call{method: http.MethodPost, path: c.object("sandboxes", sandbox, "terminal"), body: req})
 }
@@ -110,8 +110,8 @@ func (c *Client) RunCode(ctx context.Context, sandbox string, req rest.CodeReque
 	return get[rest.CodeResult](ctx, c, call{method: http.MethodPost, path: c.object("sandboxes", sandbox, "code"), body: req})
 }
 
-// StreamCode runs code; what it writes goes to out, and every other event to
-// each, which may be nil. The last event is returned.
+// StreamCode runs code. It copies the output to out, and calls each, which may
+// be nil, with every other event. It returns the last event.
 func (c *Client) StreamCode(ctx context.Context, sandbox string, req rest.CodeRequest, out Output, each func(rest.CodeEvent) error) (exit rest.CodeEvent, err error) {
 	q := call{method: http.MethodPost, path: c.object("sandboxes", sandbox, "code"), body: req}
 	err = events(ctx, c, q, func(e rest.CodeEvent) (bool, error) {
@@ -154,7 +154,7 @@ func (c *Client) ReadFile(ctx context.Context, sandbox, path string, w io.Writer
 	return nil
 }
 
-// WriteFile writes a file; mode is octal, and empty for the usual.
+// WriteFile writes a file. mode is octal; the daemon's default if it is empty.
 func (c *Client) WriteFile(ctx context.Context, sandbox, path, mode string, r io.Reader) (rest.FileWritten, error) {
 	query := url.Values{"path": {path}}
 	if mode != "" {
@@ -163,18 +163,18 @@ func (c *Client) WriteFile(ctx context.Context, sandbox, path, mode string, r io
 	return get[rest.FileWritten](ctx, c, call{method: http.MethodPut, path: c.files(sandbox), query: query, stream: r})
 }
 
-// Stat describes a file; a symlink is followed.
+// Stat describes a file. It follows a symbolic link.
 func (c *Client) Stat(ctx context.Context, sandbox, path string) (rest.FileInfo, error) {
 	return get[rest.FileInfo](ctx, c, call{method: http.MethodGet, path: c.files(sandbox, "stat"), query: url.Values{"path": {path}}})
 }
 
-// ListFiles lists what is in a folder, down to depth levels.
+// ListFiles lists the content of a folder, down to depth levels.
 func (c *Client) ListFiles(ctx context.Context, sandbox, path string, depth int) ([]rest.FileInfo, error) {
 	query := url.Values{"path": {path}, "depth": {strconv.Itoa(depth)}}
 	return all(ctx, c, c.files(sandbox, "list"), query, func(l rest.FileList) ([]rest.FileInfo, string) { return l.Items, l.Next })
 }
 
-// MakeFolder makes a folder, and its parents.
+// MakeFolder makes a folder and its parents.
 func (c *Client) MakeFolder(ctx context.Context, sandbox, path, mode string) error {
 	return c.do(ctx, call{method: http.MethodPost, path: c.files(sandbox, "mkdir"), body: rest.MakeFolder{Path: path, Mode: mode}})
 }
@@ -184,13 +184,14 @@ func (c *Client) MoveFile(ctx context.Context, sandbox string, move rest.MoveFil
 	return c.do(ctx, call{method: http.MethodPost, path: c.files(sandbox, "move"), body: move})
 }
 
-// RemoveFile removes a file, or a folder with all that is in it.
+// RemoveFile removes a file; with recursive, also a folder with its content.
 func (c *Client) RemoveFile(ctx context.Context, sandbox, path string, recursive bool) error {
 	query := url.Values{"path": {path}, "recursive": {strconv.FormatBool(recursive)}}
 	return c.do(ctx, call{method: http.MethodDelete, path: c.files(sandbox), query: query})
 }
 
-// Watch calls each with every change of a file or folder until it is gone.
+// Watch calls each with every change of a file or folder until it has been
+// deleted.
 func (c *Client) Watch(ctx context.Context, sandbox, path string, recursive bool, each func(rest.WatchEvent) error) error {
 	query := url.Values{"path": {path}, "recursive": {strconv.FormatBool(recursive)}}
 	return events(ctx, c, call{method: http.MethodGet, path: c.files(sandbox, "watch"), query: query}, func(e rest.WatchEvent) (bool, error) {

@@ -8,7 +8,7 @@ import (
 	"agentrun.dev/api/rest"
 )
 
-// CreateKey makes an API key; the answer has its text, once.
+// CreateKey makes an API key. Only this answer contains its text.
 func (c *Client) CreateKey(ctx context.Context, spec rest.KeyCreate) (rest.KeyCreated, error) {
 	return get[rest.KeyCreated](ctx, c, call{method: http.MethodPost, path: "/v1/keys", body: spec})
 }

@@ -10,25 +10,25 @@ import (
 	"agentrun.dev/api/rest"
 )
 
-// SetNetworkPolicy replaces what a sandbox may connect to, within its bounds.
+// SetNetworkPolicy replaces a sandbox's own network policy, within its bounds.
 func (c *Client) SetNetworkPolicy(ctx context.Context, name string, p rest.NetworkPolicy) (rest.Sandbox, error) {
 	return get[rest.Sandbox](ctx, c, call{method: http.MethodPut, path: c.object("sandboxes", name, "network", "policy"), body: p})
 }
 
-// DeleteNetworkPolicy removes a sandbox's own policy, so that its bounds alone hold.
+// DeleteNetworkPolicy removes a sandbox's own policy, so that only its bounds apply.
 func (c *Client) DeleteNetworkPolicy(ctx context.Context, name string) (rest.Sandbox, error) {
 	return get[rest.Sandbox](ctx, c, call{method: http.MethodDelete, path: c.object("sandboxes", name, "network", "policy")})
 }
 
-// NetworkLogRequest says which part of a log is wanted.
+// NetworkLogRequest selects a part of a log.
 type NetworkLogRequest struct {
-	// From is the number of the first entry; 0 is 1.
+	// From is the number of the first entry; 0 means 1.
 	From int64
-	// Limit is how many at most; 0 is the daemon's default.
+	// Limit is the greatest number of entries; 0 means the daemon's default.
 	Limit int
-	// Wait is how long to wait for an entry if there is none.
+	// Wait is how long the daemon waits for an entry if there is none yet.
 	Wait time.Duration
-	// Open asks for the connections that are open, too.
+	// Open requests the open connections as well.
 	Open bool
 }
 

@@ -10,12 +10,12 @@ import (
 	"agentrun.dev/api/rest"
 )
 
-// Version is the daemon's.
+// Version returns the daemon's version.
 func (c *Client) Version(ctx context.Context) (rest.Version, error) {
 	return get[rest.Version](ctx, c, call{method: http.MethodGet, path: "/v1/version"})
 }
 
-// object is the path of an object.
+// object returns the path of an object.
 func (c *Client) object(kind, name string, rest ...string) string {
 	path := c.space + "/" + kind + "/" + url.PathEscape(name)
 	for _, part := range rest {
@@ -24,7 +24,7 @@ func (c *Client) object(kind, name string, rest ...string) string {
 	return path
 }
 
-// all reads a list to its end.
+// all reads all pages of a list.
 func all[L, T any](ctx context.Context, c *Client, path string, query url.Values, page func(L) ([]T, string)) (out []T, err error) {
 	if query == nil {
 		query = url.Values{}
@@ -63,8 +63,8 @@ func (c *Client) DeleteTemplate(ctx context.Context, name string) error {
 	return c.do(ctx, call{method: http.MethodDelete, path: c.object("templates", name)})
 }
 
-// TemplateLog writes the log of a template's build to w: what q chooses of it, and until
-// the build has ended only if q.Follow is set.
+// TemplateLog writes the log of a template's build to w: the part that q selects. It
+// waits for the end of the build only if q.Follow is set.
 func (c *Client) TemplateLog(ctx context.Context, name string, q rest.GetTemplateLogParams, w io.Writer) error {
 	query := url.Values{"follow": {strconv.FormatBool(q.Follow != nil && *q.Follow)}}
 	if q.Stage != "" {
@@ -105,7 +105,7 @@ func (c *Client) DeletePool(ctx context.Context, name string) error {
 	return c.do(ctx, call{method: http.MethodDelete, path: c.object("pools", name)})
 }
 
-// CreateSandbox claims a sandbox. With a key it may be tried again.
+// CreateSandbox claims a sandbox. With a key the call can be repeated.
 func (c *Client) CreateSandbox(ctx context.Context, spec rest.SandboxCreate, key string) (rest.Sandbox, error) {
 	return get[rest.Sandbox](ctx, c, call{method: http.MethodPost, path: c.space + "/sandboxes", body: spec, key: key})
 }
@@ -115,13 +115,13 @@ func (c *Client) Sandbox(ctx context.Context, name string) (rest.Sandbox, error)
 	return get[rest.Sandbox](ctx, c, call{method: http.MethodGet, path: c.object("sandboxes", name)})
 }
 
-// Sandboxes lists all sandboxes, with those that have ended if asked for.
+// Sandboxes lists all sandboxes; with ended, also those that have ended.
 func (c *Client) Sandboxes(ctx context.Context, ended bool) ([]rest.Sandbox, error) {
 	query := url.Values{"ended": {strconv.FormatBool(ended)}}
 	return all(ctx, c, c.space+"/sandboxes", query, func(l rest.SandboxList) ([]rest.Sandbox, string) { return l.Items, l.Next })
 }
 
-// Verb is what can be done with a sandbox.
+// Verb is an operation on a sandbox.
 type Verb string
 
 // The verbs.
@@ -131,12 +131,12 @@ const (
 	Hibernate Verb = "hibernate"
 )
 
-// Do does something with a sandbox.
+// Do applies a verb to a sandbox.
 func (c *Client) Do(ctx context.Context, name string, verb Verb) (rest.Sandbox, error) {
 	return get[rest.Sandbox](ctx, c, call{method: http.MethodPost, path: c.object("sandboxes", name, string(verb))})
 }
 
-// Extend gives a sandbox a timeout from now on; 0s is none.
+// Extend gives a sandbox a timeout that starts now; 0s means no timeout.
 func (c *Client) Extend(ctx context.Context, name, timeout string) (rest.Sandbox, error) {
 	return get[rest.Sandbox](ctx, c, call{method: http.MethodPost, path: c.object("sandboxes", name, "extend"), body: rest.Extend{Timeout: timeout}})
 }
@@ -146,7 +146,7 @@ func (c *Client) Kill(ctx context.Context, name string) (rest.Sandbox, error) {
 	return get[rest.Sandbox](ctx, c, call{method: http.MethodDelete, path: c.object("sandboxes", name)})
 }
 
-// Fork forks a sandbox. With a key it may be tried again.
+// Fork forks a sandbox. With a key the call can be repeated.
 func (c *Client) Fork(ctx context.Context, source string, spec rest.ForkCreate, key string) (rest.Fork, error) {
 	return get[rest.Fork](ctx, c, call{method: http.MethodPost, path: c.object("sandboxes", source, "forks"), body: spec, key: key})
 }
@@ -161,7 +161,7 @@ func (c *Client) Forks(ctx context.Context) ([]rest.Fork, error) {
 	return all(ctx, c, c.space+"/forks", nil, func(l rest.ForkList) ([]rest.Fork, string) { return l.Items, l.Next })
 }
 
-// DeleteFork ends the children of a fork, and forgets it.
+// DeleteFork ends the children of a fork and deletes the fork.
 func (c *Client) DeleteFork(ctx context.Context, name string) error {
 	return c.do(ctx, call{method: http.MethodDelete, path: c.object("forks", name)})
 }

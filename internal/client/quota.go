@@ -7,7 +7,7 @@ import (
 	"agentrun.dev/api/rest"
 )
 
-// Quota is the namespace's quota and what is used of it.
+// Quota returns the namespace's quota and its use.
 func (c *Client) Quota(ctx context.Context) (rest.Quota, error) {
 	return get[rest.Quota](ctx, c, call{method: http.MethodGet, path: c.space + "/quota"})
 }

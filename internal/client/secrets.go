@@ -7,12 +7,13 @@ import (
 	"agentrun.dev/api/rest"
 )
 
-// PutSecret makes a secret or replaces all of its values.
+// PutSecret makes a secret or replaces all its values.
 func (c *Client) PutSecret(ctx context.Context, name string, values rest.SecretValues) (rest.Secret, error) {
 	return get[rest.Secret](ctx, c, call{method: http.MethodPut, path: c.object("secrets", name), body: values})
 }
 
-// SetSecret sets some values of a secret, which is made if it is not there.
+// SetSecret sets some values of a secret, and makes the secret if it is
+// missing.
 func (c *Client) SetSecret(ctx context.Context, name string, values rest.SecretValues) (rest.Secret, error) {
 	return get[rest.Secret](ctx, c, call{method: http.MethodPatch, path: c.object("secrets", name), body: values})
 }

@@ -15,13 +15,13 @@ import (
 	"agentrun.dev/api/rest"
 )
 
-// maxMessage is what a daemon takes at a time, and sends at most.
+// maxMessage is the daemon's limit for a message, in both directions.
 const maxMessage = 1 << 20
 
-// tunnelBuffer is what is read of a connection at a time.
+// tunnelBuffer is the size of one read from a connection.
 const tunnelBuffer = 64 << 10
 
-// halfCloser is a connection whose sides end separately.
+// halfCloser is a connection whose two directions end separately.
 type halfCloser interface{ CloseWrite() error }
 
 // Tunnel connects conn with a TCP port of a sandbox, until both sides have
@@ -43,7 +43,7 @@ func (c *Client) Tunnel(ctx context.Context, sandbox string, port uint16, conn n
 	ws.SetReadLimit(maxMessage)
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	stop := context.AfterFunc(ctx, func() { _ = conn.Close() }) // ends what waits for it
+	stop := context.AfterFunc(ctx, func() { _ = conn.Close() }) // unblocks reads and writes of conn
 	defer stop()
 	sent := make(chan error, 1)
 	go func() {
@@ -62,7 +62,7 @@ func (c *Client) Tunnel(ctx context.Context, sandbox string, port uint16, conn n
 	if err := <-sent; err != nil {
 		return err
 	}
-	_ = ws.Close(websocket.StatusNormalClosure, "") // the daemon may have been faster
+	_ = ws.Close(websocket.StatusNormalClosure, "") // the daemon may have closed it already
 	return nil
 }
 
@@ -94,7 +94,7 @@ func receiveAll(ctx context.Context, ws *websocket.Conn, to io.Writer) error {
 		if err != nil {
 			return err
 		}
-		if kind == websocket.MessageText { // the only one that there is
+		if kind == websocket.MessageText { // the only kind of text message
 			if half, ok := to.(halfCloser); ok {
 				return half.CloseWrite()
 			}

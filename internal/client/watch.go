@@ -11,22 +11,23 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// reconnect is how long a watch that was cut off waits until it goes on, at first, and
-// reconnectSeldom at most. The daemon may be starting again.
+// A watch that was cut off waits for reconnect before it continues, and longer each
+// time, up to reconnectSeldom. The daemon may be restarting.
 const (
 	reconnect       = 50 * time.Millisecond
 	reconnectSeldom = 2 * time.Second
 )
 
-// WatchNode is WatchObjects of the node.
+// WatchNode is WatchObjects for the node.
 func (c *Client) WatchNode(ctx context.Context, each func(rest.ObjectEvent) (more bool, err error)) error {
 	return c.watch(ctx, "/v1/node", each)
 }
 
-// WatchObjects calls each with what becomes of all objects of a kind (templates, pools or
-// sandboxes) until it returns false. It begins with those that there are, and goes on where
-// it was when it is cut off. If the daemon does not know any more what has changed since, it
-// begins anew: after an event of type object that each had before comes one of type synced.
+// WatchObjects calls each with the events of all objects of a kind (templates, pools or
+// sandboxes) until each returns false. It starts with the existing objects. After an
+// interruption it continues where it stopped. If the daemon no longer has the changes since
+// then, the watch starts again: each gets the existing objects once more, and then an event
+// of type synced.
 func (c *Client) WatchObjects(ctx context.Context, kind string, each func(rest.ObjectEvent) (more bool, err error)) error {
 	return c.watch(ctx, c.space+"/"+kind, each)
 }
@@ -39,7 +40,7 @@ func (c *Client) watch(ctx context.Context, path string, each func(rest.ObjectEv
 			query.Set("resourceVersion", last)
 		}
 		var failed *Error
-		var stop error // each's
+		var stop error // the error that each has returned
 		err := events(ctx, c, call{method: http.MethodGet, path: path, query: query}, func(e rest.ObjectEvent) (bool, error) {
 			pause = reconnect
 			if e.Type == rest.ObjectEventTypeError {
@@ -75,7 +76,7 @@ func (c *Client) watch(ctx context.Context, path string, each func(rest.ObjectEv
 		case err == nil:
 			return nil
 		case !errors.Is(err, ErrCutOff) && last == "":
-			return err // it was never there
+			return err // the daemon was never reached
 		}
 		select {
 		case <-time.After(pause):
@@ -86,14 +87,14 @@ func (c *Client) watch(ctx context.Context, path string, each func(rest.ObjectEv
 	}
 }
 
-// Cordon has the node make no sandboxes; Drain hibernates what runs as well, and Uncordon
-// ends both.
+// Cordon makes the node refuse new sandboxes. Drain also hibernates the running ones, and
+// Uncordon ends both.
 func (c *Client) Cordon(ctx context.Context) (rest.Node, error) { return c.node(ctx, "cordon") }
 
-// Drain cordons the node, and hibernates what runs.
+// Drain cordons the node and hibernates its running sandboxes.
 func (c *Client) Drain(ctx context.Context) (rest.Node, error) { return c.node(ctx, "drain") }
 
-// Uncordon has the node make sandboxes again.
+// Uncordon makes the node accept new sandboxes again.
 func (c *Client) Uncordon(ctx context.Context) (rest.Node, error) { return c.node(ctx, "uncordon") }
 
 func (c *Client) node(ctx context.Context, verb string) (rest.Node, error) {

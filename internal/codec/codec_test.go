@@ -105,7 +105,7 @@ func TestDecodeErrors(t *testing.T) {
 			if !errors.As(err, &de) || de.Error() == "" {
 				t.Fatalf("%v is not a DecodeError", err)
 			}
-			// The first error sticks, and nothing is read after it.
+			// The first error sticks, and no value is read after it.
 			if d.Uvarint() != 0 || d.Varint() != 0 || d.Bool() || d.String(9) != "" || d.Data(9) != nil ||
 				d.Strings(9, 9) != nil || d.Rest() != nil || d.Len() != 0 || d.Version(1) != 0 {
 				t.Error("a value was decoded after an error")
@@ -151,7 +151,7 @@ func TestDecodeErrorOffset(t *testing.T) {
 }
 
 func TestStringsAllocateOnlyWhatIsThere(t *testing.T) {
-	// The count claims 60,000 strings, and the second one is cut.
+	// The count says 60,000 strings, and the second one is cut off.
 	in := NewEncoder(nil)
 	in.Uvarint(60000)
 	in.Uvarint(0)
@@ -168,9 +168,9 @@ func TestStringsAllocateOnlyWhatIsThere(t *testing.T) {
 	}
 }
 
-// FuzzDecoder drives the decoder with a program in the first bytes and input
-// in the rest: no panic, nothing longer than the input, and whatever decodes
-// encodes to the same bytes.
+// FuzzDecoder runs the decoder as the first bytes say, on the rest as input. It
+// must not panic or return more than the input, and all that decodes must
+// encode to the same bytes.
 func FuzzDecoder(f *testing.F) {
 	f.Add([]byte{0, 1, 2, 3, 4, 5, 6}, []byte{1, 2, 1, 2, 'h', 'i', 1, 'x', 2, 1, 'a', 1, 'b'})
 	f.Add([]byte{5, 5}, []byte{0xff, 0xff, 0xff, 0xff, 0x0f})

@@ -3,8 +3,8 @@ package codec
 import "encoding/binary"
 
 // Decoder reads values from a byte slice. The first error sticks: after it
-// every method returns the zero value, so a caller may decode a whole message
-// and check once, with Finish.
+// every method returns the zero value. So a caller may decode a whole message
+// and check for errors once, with Finish.
 type Decoder struct {
 	buf   []byte
 	off   int
@@ -15,7 +15,7 @@ type Decoder struct {
 // NewDecoder returns a Decoder over buf. It never writes to buf.
 func NewDecoder(buf []byte) *Decoder { return &Decoder{buf: buf} }
 
-// Err returns the first error met.
+// Err returns the first error.
 func (d *Decoder) Err() error { return d.err }
 
 // Len returns the number of bytes not yet decoded; 0 after an error.
@@ -26,7 +26,7 @@ func (d *Decoder) Len() int {
 	return len(d.buf) - d.off
 }
 
-// Fail records err at the current offset unless an earlier error stands.
+// Fail records err at the current offset, unless there was an earlier error.
 // Callers use it for values that are well formed but not allowed.
 func (d *Decoder) Fail(err error) {
 	if d.err == nil {
@@ -34,9 +34,9 @@ func (d *Decoder) Fail(err error) {
 	}
 }
 
-// Version reads the version a message starts with and returns the lower of it
-// and known. When the message is newer than known, Finish ignores what is
-// left.
+// Version reads the version at the start of a message and returns the lower of
+// it and known. If the message is newer than known, Finish ignores the bytes
+// that are left.
 func (d *Decoder) Version(known uint64) uint64 {
 	v := d.Uvarint()
 	if d.err != nil {
@@ -50,8 +50,8 @@ func (d *Decoder) Version(known uint64) uint64 {
 	return min(v, known)
 }
 
-// Finish returns the first error met. Bytes that are left are an error unless
-// the message announced a version newer than the reader knows.
+// Finish returns the first error. Bytes that are left are an error, unless the
+// message is of a version newer than the reader knows.
 func (d *Decoder) Finish() error {
 	if d.err == nil && !d.newer && d.off != len(d.buf) {
 		d.Fail(ErrTrailing)
@@ -118,8 +118,8 @@ func (d *Decoder) Bool() bool {
 	return b == 1
 }
 
-// Count reads the length of a list. It must not exceed limit, nor the bytes
-// left, since no element is shorter than one byte.
+// Count reads the length of a list. It must not exceed limit or the number of
+// bytes left, because each element has at least one byte.
 func (d *Decoder) Count(limit int) int {
 	n := d.Uvarint()
 	if d.err != nil {
@@ -148,7 +148,7 @@ func (d *Decoder) View(limit int) []byte {
 	return v
 }
 
-// Data reads at most limit bytes into a new slice; nil when there are none.
+// Data reads at most limit bytes into a new slice; nil for no bytes.
 func (d *Decoder) Data(limit int) []byte {
 	v := d.View(limit)
 	if len(v) == 0 {
@@ -160,14 +160,15 @@ func (d *Decoder) Data(limit int) []byte {
 // String reads a string of at most limit bytes.
 func (d *Decoder) String(limit int) string { return string(d.View(limit)) }
 
-// Strings reads at most maxCount strings of at most maxLen bytes each; nil
-// when there are none.
+// Strings reads at most maxCount strings of at most maxLen bytes each; nil for
+// an empty list.
 func (d *Decoder) Strings(maxCount, maxLen int) []string {
 	n := d.Count(maxCount)
 	if n == 0 {
 		return nil
 	}
-	// Not preallocated: the count is only a claim until the strings are there.
+	// Not preallocated: the count cannot be trusted before the strings were
+	// read.
 	var v []string
 	for range n {
 		s := d.String(maxLen)

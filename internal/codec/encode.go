@@ -3,8 +3,8 @@
 //
 // # Encoding
 //
-// A value has exactly one encoding, so equal values have equal bytes and a
-// checksum over them means something:
+// A value has exactly one encoding. So equal values have equal bytes, and a
+// checksum over the bytes identifies the value:
 //
 //	uvarint  base-128, little endian, minimal length (a redundant zero byte is an error)
 //	varint   zig-zag, then uvarint
@@ -17,16 +17,16 @@
 //
 // A message starts with its version, a uvarint of at least 1. Version N+1 may
 // only append fields after those of version N. A reader that knows version K
-// decodes the fields of min(version, K); fields it did not find keep their
-// zero value. If the writer is newer, what follows is ignored; otherwise
-// trailing bytes are an error. A message nested in another is written as
-// bytes, so that an older reader can step over what it does not know.
+// decodes the fields of min(version, K); missing fields keep their zero value.
+// If the writer is newer, the reader ignores the bytes that follow; otherwise
+// trailing bytes are an error. A message nested in another is written as bytes,
+// so that an older reader can skip its unknown fields.
 //
 // # Limits
 //
-// Every length is checked against what is left of the input and against a
-// limit given by the caller before anything is allocated. A list of strings
-// costs at most one string header per input byte, and no more than its limit.
+// Every length is checked against the rest of the input and against a limit
+// given by the caller before memory is allocated. A list of strings needs at
+// most one string header per input byte, and no more than its limit.
 package codec
 
 import (
@@ -34,7 +34,7 @@ import (
 	"errors"
 )
 
-// Errors that decoding ends with. They are wrapped in a *DecodeError.
+// Errors of decoding. They are wrapped in a *DecodeError.
 var (
 	ErrTruncated = errors.New("input ends in the middle of a value")
 	ErrTooLong   = errors.New("length exceeds its limit")
@@ -80,7 +80,7 @@ type Encoder struct {
 // NewEncoder returns an Encoder that appends to buf.
 func NewEncoder(buf []byte) *Encoder { return &Encoder{buf: buf} }
 
-// Bytes returns what has been encoded so far.
+// Bytes returns all bytes encoded so far.
 func (e *Encoder) Bytes() []byte { return e.buf }
 
 // Len returns the number of bytes encoded so far.

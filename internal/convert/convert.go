@@ -1,12 +1,12 @@
-// Package convert is what the packages below it share. Each of them has all
-// conversions between one API and the vocabulary of package sandbox, in both
-// directions: From makes the API's form of an object, To reads it. None converts
-// from one API to another: that goes over the vocabulary. They are neither the
-// server's nor a client's, because both use them, and whoever stands between a
-// client and a node will.
+// Package convert is shared by the packages below it. Each of those converts
+// between one API and the vocabulary of package sandbox, in both directions:
+// From makes the API's form of an object, To reads it. To get from one API to
+// another, convert to the vocabulary and from there. These packages belong
+// neither to the server nor to a client, because both use them, and a program
+// between a client and a node will, too.
 //
-// To checks what the form of a field demands and nothing more: what is valid is
-// package sandbox's to say.
+// To checks only the form of a field. Package sandbox decides which values are
+// valid.
 package convert
 
 import (
@@ -17,13 +17,13 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Reader reads fields one after the other, and keeps the first error.
+// Reader reads one field after another, and keeps the first error.
 type Reader struct{ err error }
 
 // Err is the first error.
 func (r *Reader) Err() error { return r.err }
 
-// Fail keeps an error, unless there is one.
+// Fail keeps an error, unless there was one before.
 func (r *Reader) Fail(err error) {
 	if r.err == nil {
 		r.err = err
@@ -38,7 +38,7 @@ func (r *Reader) Key(namespace, name string) sandbox.Key {
 // Namespace reads a namespace.
 func (r *Reader) Namespace(s string) sandbox.Namespace { return read(r, s, sandbox.ParseNamespace) }
 
-// Name reads a name that must be there.
+// Name reads a required name.
 func (r *Reader) Name(s string) sandbox.Name { return read(r, s, sandbox.ParseName) }
 
 // OptionalName reads a name that may be empty.
@@ -47,6 +47,11 @@ func (r *Reader) OptionalName(s string) sandbox.Name {
 		return ""
 	}
 	return r.Name(s)
+}
+
+// RegistryHost reads a registry's host.
+func (r *Reader) RegistryHost(s string) sandbox.RegistryHost {
+	return read(r, s, sandbox.ParseRegistryHost)
 }
 
 // ID reads an id that must be there.
@@ -76,7 +81,8 @@ func (r *Reader) OptionalTokenHash(s string) sandbox.TokenHash {
 	return read(r, s, sandbox.ParseTokenHash)
 }
 
-// Time reads a time with a function that knows how the API writes it.
+// Time takes the result of a function that reads times in the API's format, and
+// keeps its error.
 func (r *Reader) Time(t time.Time, err error) time.Time {
 	if err != nil {
 		r.Fail(err)
@@ -93,7 +99,8 @@ func (r *Reader) Size(field string, n int64) uint64 {
 	return uint64(n)
 }
 
-// Duration reads a duration with a function that knows how the API writes it.
+// Duration takes the result of a function that reads durations in the API's
+// format, and keeps its error.
 func (r *Reader) Duration(d time.Duration, err error) time.Duration {
 	if err != nil {
 		r.Fail(err)
@@ -101,7 +108,7 @@ func (r *Reader) Duration(d time.Duration, err error) time.Duration {
 	return d
 }
 
-// Policy reads a network policy of a field, whose rules are text.
+// Policy reads a field with a network policy, whose rules are text.
 func (r *Reader) Policy(field, egress string, allow, deny []string) *policy.Policy {
 	p, err := sandbox.ParseNetworkPolicy(field, egress, allow, deny)
 	if err != nil {
@@ -110,7 +117,7 @@ func (r *Reader) Policy(field, egress string, allow, deny []string) *policy.Poli
 	return p
 }
 
-// FromAddress writes an address with its port; empty is one that is not known.
+// FromAddress formats an address with its port; an unknown address becomes "".
 func FromAddress(a netip.AddrPort) string {
 	if !a.IsValid() {
 		return ""
@@ -118,7 +125,7 @@ func FromAddress(a netip.AddrPort) string {
 	return a.String()
 }
 
-// Address reads what FromAddress writes.
+// Address reads the format of FromAddress.
 func (r *Reader) Address(field, s string) netip.AddrPort {
 	if s == "" {
 		return netip.AddrPort{}
@@ -138,8 +145,8 @@ func read[T any](r *Reader, s string, parse func(string) (T, error)) T {
 	return v
 }
 
-// Number is a number that may be missing, in another type. What does not fit is refused by
-// what is valid, in the type that is read.
+// Number converts an optional number to another type. It does not check the range: package
+// sandbox validates the number that was read.
 func Number[To, From int | int32 | uint32](n *From) *To {
 	if n == nil {
 		return nil

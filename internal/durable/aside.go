@@ -8,11 +8,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// SetAside gives a file room on its disk from an offset on, beyond its end perhaps: what is
-// written there later fits, also where the disk is full by then. The file's size stays. A
-// file system that cannot do that is ErrNoAside.
+// SetAside reserves room on the disk for a file from an offset on, which may be beyond its
+// end. Data that is written there later fits, even if the disk is full by then. The file's
+// size does not change. The error is ErrNoAside if the file system cannot reserve room.
 //
-// On one that never writes in place (btrfs) only what is written there for the first time
+// On a file system that never writes in place (btrfs), only the first write to the room
 // is sure to fit.
 func SetAside(f *os.File, from, size int64) error {
 	for {
@@ -29,10 +29,10 @@ func SetAside(f *os.File, from, size int64) error {
 	}
 }
 
-// ErrNoAside says that a file system sets no room aside.
+// ErrNoAside means that the file system cannot reserve room for files.
 var ErrNoAside = errors.New("the file system sets no room aside for files")
 
-// ShareOf is a part of the disk that a file is on, and most if that is less.
+// ShareOf is a fraction of the size of a file's disk, but at most most.
 func ShareOf(f *os.File, part uint64, most int64) (int64, error) {
 	var st unix.Statfs_t
 	if err := unix.Fstatfs(int(f.Fd()), &st); err != nil {
@@ -41,23 +41,23 @@ func ShareOf(f *os.File, part uint64, most int64) (int64, error) {
 	return int64(min(st.Blocks*uint64(st.Bsize)/part, uint64(most))), nil
 }
 
-// Aside is the room that is set aside for a file which grows at its end. It is not safe for
-// concurrent use.
+// Aside is the reserved room of a file that grows at its end. It is not safe for concurrent
+// use.
 type Aside struct {
-	// Most is how much is set aside, in bytes.
+	// Most is the size of the reserved room in bytes.
 	Most int64
 
 	upTo int64 // the offset at which the room ends
-	none bool  // the file system sets none aside
+	none bool  // the file system cannot reserve room
 }
 
-// Keep sees to it that there is room beyond the end of what is in the file. It reports
-// whether less than half of it is left and the disk has no more.
+// Keep reserves room beyond end, the end of the file's content. It reports whether
+// less than half of the room is left and the disk has no more.
 func (a *Aside) Keep(f *os.File, end int64) (short bool, err error) {
 	if a.none || end+a.Most/2 < a.upTo {
 		return false, nil
 	}
-	for _, size := range []int64{a.Most, a.Most / 2} { // half of it may be there
+	for _, size := range []int64{a.Most, a.Most / 2} { // if all does not fit, half of it may
 		err = SetAside(f, end, size)
 		switch {
 		case err == nil:

@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// smallDisk mounts a file system of so many MiB.
+// smallDisk mounts a file system of mib MiB.
 func smallDisk(t *testing.T, mib string) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -20,7 +20,7 @@ func smallDisk(t *testing.T, mib string) string {
 	return dir
 }
 
-// fill takes all room that a disk has left.
+// fill uses all room that is left on a disk.
 func fill(t *testing.T, dir string) (filler string) {
 	t.Helper()
 	filler = filepath.Join(dir, "filler")
@@ -40,8 +40,8 @@ func fill(t *testing.T, dir string) (filler string) {
 	}
 }
 
-// TestAside: what was set aside can be written though the disk is full, and no more; there
-// is room again once the disk has some.
+// TestAside: the reserved room can be written although the disk is full, and no more. Once
+// the disk has room again, Aside reserves more.
 func TestAside(t *testing.T) {
 	dir := smallDisk(t, "8")
 	f, err := os.Create(filepath.Join(dir, "file"))
@@ -75,7 +75,7 @@ func TestAside(t *testing.T) {
 		if err := write(256 << 10); err != nil {
 			t.Fatalf("there was room aside: %v", err)
 		}
-		a = Aside{Most: most} // as of a process that comes later
+		a = Aside{Most: most} // as in a process that starts later
 		step(i >= 2)
 	}
 	if err := write(1); !errors.Is(err, unix.ENOSPC) {

@@ -1,10 +1,11 @@
-// Package durable writes files that survive a power cut whole: a file is filled under
-// another name, synced, given its name, and the folder that has the name is synced. When
-// a function returns nil, its effect stays; whoever is cut off before that has changed
-// nothing. Folders that are filled and then moved as one (snapshots, images) are made of
-// the same steps, which are here too.
+// Package durable writes files that survive a power cut completely: it fills a file
+// under another name, syncs it, gives it its name, and syncs the folder of the name.
+// When a function returns nil, its effect is permanent. A process that is killed before
+// that has changed nothing. Folders that are filled and then moved as one (snapshots,
+// images) need the same steps, which are here, too.
 //
-// internal/archtest keeps others from syncing and renaming files themselves.
+// internal/archtest keeps other packages from syncing and renaming files
+// themselves.
 package durable
 
 import (
@@ -18,7 +19,7 @@ import (
 )
 
 // TempPrefix begins the names of files that are being written. A process that is killed
-// leaves them; the owner of a folder removes them when nobody writes there.
+// leaves such files. The owner of a folder removes them when no process writes there.
 const TempPrefix = ".new-"
 
 // WriteFile makes or replaces a file.
@@ -29,9 +30,10 @@ func WriteFile(path string, b []byte, mode fs.FileMode) error {
 	})
 }
 
-// Replace has fill write a file, and gives it its name, which another one may have had.
+// Replace makes a file that fill writes, and gives it its name. It replaces an old file
+// of that name.
 func Replace(path string, mode fs.FileMode, fill func(*os.File) error) error {
-	f, err := os.CreateTemp(filepath.Dir(path), TempPrefix) // for this user alone, until it is whole
+	f, err := os.CreateTemp(filepath.Dir(path), TempPrefix) // readable only for this user until it is complete
 	if err != nil {
 		return err
 	}
@@ -46,10 +48,11 @@ func Replace(path string, mode fs.FileMode, fill func(*os.File) error) error {
 
 // Create is Replace for a name that must be free: the error is fs.ErrExist if it is not.
 func Create(path string, mode fs.FileMode, fill func(*os.File) error) (err error) {
-	if _, err := os.Lstat(path); err == nil { // filling it may take long
+	if _, err := os.Lstat(path); err == nil { // check this first, because filling the file may take long
 		return &os.PathError{Op: "create", Path: path, Err: fs.ErrExist}
 	}
-	// A file without a name: who is killed while it is filled leaves nothing.
+	// A file without a name: a process that is killed while it fills the file
+	// leaves no file behind.
 	f, err := os.OpenFile(filepath.Dir(path), unix.O_TMPFILE|os.O_RDWR, 0o600)
 	temp := ""
 	if errors.Is(err, unix.EOPNOTSUPP) { // overlay filesystems before Linux 6.2
@@ -76,7 +79,7 @@ func Create(path string, mode fs.FileMode, fill func(*os.File) error) (err error
 	return SyncFolder(filepath.Dir(path))
 }
 
-// finish fills a file for good.
+// finish fills a file, and sets its mode and syncs it.
 func finish(f *os.File, mode fs.FileMode, fill func(*os.File) error) error {
 	if err := fill(f); err != nil {
 		return err
@@ -87,9 +90,9 @@ func finish(f *os.File, mode fs.FileMode, fill func(*os.File) error) error {
 	return f.Sync()
 }
 
-// ReplaceVolatile is WriteFile for what a restart of the host makes worthless anyway: a
-// killed process leaves the old file or the new one, a power cut perhaps a damaged one.
-// It costs no wait for the disk.
+// ReplaceVolatile is WriteFile for data that is worthless after a restart of the host.
+// A killed process leaves the old file or the new one, a power cut perhaps a damaged
+// one. It does not wait for the disk.
 func ReplaceVolatile(path string, b []byte, mode fs.FileMode) (err error) {
 	f, err := os.CreateTemp(filepath.Dir(path), TempPrefix)
 	if err != nil {
@@ -108,7 +111,7 @@ func ReplaceVolatile(path string, b []byte, mode fs.FileMode) (err error) {
 	return nil
 }
 
-// Rename moves a file or a folder whose content is durable, and may replace a file.
+// Rename moves a file or a folder whose content is durable. It may replace a file.
 func Rename(from, to string) error {
 	if err := os.Rename(from, to); err != nil {
 		return err
@@ -122,8 +125,8 @@ func Rename(from, to string) error {
 	return SyncFolder(filepath.Dir(from))
 }
 
-// Sync makes the content of an open file durable, which whoever has it open for reading
-// can do too. Its name is not: SyncFolder does that.
+// Sync makes the content of an open file durable, even if it is open only for reading.
+// It does not make its name durable: SyncFolder does that.
 func Sync(f *os.File) error { return f.Sync() }
 
 // SyncFolder makes the names in a folder durable.
@@ -144,8 +147,8 @@ func SyncRoot(root *os.Root) error {
 	return errors.Join(dir.Sync(), dir.Close())
 }
 
-// WriteNew makes a read-only file in a folder that is not in its place yet. Its name is
-// durable when the folder is synced, before it is moved with Place.
+// WriteNew makes a read-only file in a folder that will be moved to its place later.
+// The name of the file is durable once the folder is synced, before Place moves it.
 func WriteNew(root *os.Root, name string, b []byte) error {
 	f, err := root.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o400)
 	if err != nil {
@@ -158,8 +161,8 @@ func WriteNew(root *os.Root, name string, b []byte) error {
 	return errors.Join(err, f.Close())
 }
 
-// Place gives an entry of a folder another name, which must be free. The folder is to be
-// synced next.
+// Place renames an entry of a folder to a name that must be free. The caller must sync
+// the folder next.
 func Place(root *os.Root, from, to string) error {
 	dir, err := root.Open(".")
 	if err != nil {

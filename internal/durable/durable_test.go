@@ -19,7 +19,7 @@ func text(s string) func(*os.File) error {
 	}
 }
 
-// check is what a folder has, and the content and mode of one file of it.
+// check checks the names in a folder, and the content and mode of one file.
 func check(t *testing.T, path, want string, mode fs.FileMode, names ...string) {
 	t.Helper()
 	b, err := os.ReadFile(path)
@@ -77,7 +77,7 @@ func TestCreate(t *testing.T) {
 	if err := durable.Create(path, 0o600, func(*os.File) error { return failed }); !errors.Is(err, failed) {
 		t.Errorf("a fill that fails: %v", err)
 	}
-	// Another one is faster while the file is filled.
+	// Another call makes the file while this one fills its own.
 	err := durable.Create(path, 0o600, func(*os.File) error {
 		return durable.Create(path, 0o400, text("first"))
 	})
@@ -92,7 +92,7 @@ func TestCreate(t *testing.T) {
 	}
 }
 
-// TestFolder: a folder that is filled, and then gets its name.
+// TestFolder fills a folder and then gives it its name.
 func TestFolder(t *testing.T) {
 	dir := t.TempDir()
 	if err := os.Mkdir(filepath.Join(dir, "made"), 0o700); err != nil {
@@ -126,8 +126,8 @@ func TestFolder(t *testing.T) {
 	check(t, filepath.Join(dir, "here", "a"), "one", 0o400, "a")
 }
 
-// TestOrder: the system calls of each write, in their order. Without one of them a power
-// cut leaves an empty file under the name, or no name.
+// TestOrder checks the system calls of each write, in their order. If one of them were
+// missing, a power cut could leave an empty file under the name, or no name.
 func TestOrder(t *testing.T) {
 	file, folder := "fsync file", "fsync folder"
 	for name, want := range map[string][]string{
@@ -146,7 +146,7 @@ func TestOrder(t *testing.T) {
 	}
 }
 
-// act does what TestOrder traces, in a process of its own.
+// act performs the writes that TestOrder traces, in a process of its own.
 func act(name, dir string) error {
 	path := filepath.Join(dir, "a")
 	root, err := os.OpenRoot(dir)

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// actEnv makes the test's program do one act and end.
+// actEnv makes the test's program perform one act and end.
 const actEnv = "DURABLE_TEST_ACT"
 
 func TestMain(m *testing.M) {
@@ -27,8 +27,8 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// traced runs an act in a folder with a file called from and a folder called to, and
-// returns what ptrace(2) has seen it do to them.
+// traced performs an act in a folder with a file called from and a folder called to.
+// It returns the calls on them that ptrace(2) has seen.
 func traced(t *testing.T, name string) (calls []string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -38,7 +38,7 @@ func traced(t *testing.T, name string) (calls []string) {
 	if err := os.WriteFile(filepath.Join(dir, "from"), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	runtime.LockOSThread() // only the thread that traces a process may ask for more
+	runtime.LockOSThread() // only the thread that traces a process may use ptrace on it
 	defer runtime.UnlockOSThread()
 	cmd := exec.CommandContext(t.Context(), "/proc/self/exe")
 	cmd.Env = append(os.Environ(), actEnv+"="+name+" "+dir)
@@ -91,7 +91,7 @@ func traced(t *testing.T, name string) (calls []string) {
 	}
 }
 
-// called names the system call that a thread enters, if it is about the folder.
+// called names the system call that a thread enters, if it concerns the folder.
 func called(t *testing.T, tid int, dir string) string {
 	t.Helper()
 	var regs unix.PtraceRegs

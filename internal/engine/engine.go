@@ -1,6 +1,6 @@
-// Package engine is the contract between AgentRun and what runs sandboxes:
-// boot, snapshot, fork, speak to, pause, count, end. Package enginetest holds
-// the tests that every engine must pass.
+// Package engine is the contract between AgentRun and the engines that run sandboxes:
+// boot, snapshot, fork, speak to the agent, pause, count costs, end. Package
+// enginetest holds the tests that every engine must pass.
 package engine
 
 import (
@@ -17,33 +17,33 @@ import (
 	"agentrun.dev/internal/vmm/livefork"
 )
 
-// Spec describes a sandbox to boot. The files stay the caller's.
+// Spec describes a sandbox to boot. Its open files remain the caller's to close.
 type Spec struct {
-	// Kernel is a vmlinux; nil takes the one that comes with AgentRun.
-	// Engines without a guest kernel of their own ignore it.
+	// Kernel is a vmlinux. With nil the engine takes the kernel that comes with
+	// AgentRun. Engines without a guest kernel of their own ignore it.
 	Kernel *os.File
-	// Root is the root filesystem, an EROFS image. Sandboxes share it and
-	// write to a layer of their own.
+	// Root is the root filesystem, an EROFS image. Sandboxes share it, and each
+	// writes to a layer of its own.
 	Root   *os.File
 	Memory uint64
 	VCPUs  int
-	// Disk is the size of the layer over Root that the sandbox writes to; what
-	// does not fit is ENOSPC inside. With 0 the layer is in the sandbox's memory,
-	// and holds half as much as that has.
+	// Disk is the size of the writable layer over Root. Once it is full, writes
+	// inside fail with ENOSPC. With 0 the layer is in the sandbox's memory, and holds
+	// at most half as many bytes as that memory.
 	Disk uint64
-	// Scratch is the size of an empty disk of the sandbox's own, 0 for none.
-	// Engines without disks let the root filesystem grow by so much instead.
+	// Scratch is the size of an empty disk of the sandbox's own; 0 is no such disk.
+	// Engines without disks let the root filesystem grow by that size instead.
 	Scratch uint64
-	// Files are attached as disks. What was booted with any cannot be captured:
-	// nobody knows what else changes them. Engines without disks refuse them:
-	// ErrNoDisks.
+	// Files are attached as disks. A sandbox that was booted with any cannot be
+	// captured, because something else may change the files. Engines without disks
+	// refuse them: ErrNoDisks.
 	Files    []FileDisk
 	Hostname string
 	// Cmdline is appended to the guest kernel's command line.
 	Cmdline string
 	Limits  Limits
-	// Network is the sandbox's interface, eth0. Without one it has a loopback
-	// only, and so have all that are forked from it.
+	// Network is the sandbox's interface, eth0. Without one, the sandbox and all its
+	// forks have only a loopback.
 	Network *Network
 }
 
@@ -51,18 +51,18 @@ type Spec struct {
 type FileDisk struct {
 	File     *os.File
 	ReadOnly bool
-	// ID is what the sandbox reads as the disk's serial number (≤ 20 bytes).
+	// ID is the disk's serial number, as the sandbox reads it (≤ 20 bytes).
 	ID string
 }
 
-// Bounds of Disk: the smallest holds a file system and some files, the largest is
-// a file on any host's.
+// MinDisk and LargestDisk bound Spec.Disk. The smallest disk holds a file system and
+// a few files. The largest is the largest file that every host's file system allows.
 const (
 	MinDisk     = 16 << 20
 	LargestDisk = 16 << 40
 )
 
-// CheckDisk refuses a Disk of another size.
+// CheckDisk refuses a Disk outside of MinDisk and LargestDisk.
 func (s Spec) CheckDisk() error {
 	if s.Disk > 0 && (s.Disk < MinDisk || s.Disk > LargestDisk) {
 		return fmt.Errorf("boot: a disk of %d bytes is not possible: it has %d to %d", s.Disk, uint64(MinDisk), uint64(LargestDisk))
@@ -70,44 +70,45 @@ func (s Spec) CheckDisk() error {
 	return nil
 }
 
-// Limits bound what a sandbox takes from its host. Its memory is always
-// limited, to its RAM and what running it costs.
+// Limits bound the resources of the host that a sandbox may use. Its memory is always
+// limited, to its RAM and the overhead of running it.
 type Limits struct {
-	// MilliCPUs are thousandths of a processor's time; 0 is one processor more
-	// than the sandbox has, for its devices.
+	// MilliCPUs are thousandths of a processor's time. With 0 a sandbox may use one
+	// processor more than its vCPUs, for its devices.
 	MilliCPUs uint64
-	// Background is a sandbox that nobody waits for as for an answer: where processors
-	// are short, others go first.
+	// Background marks a sandbox that no caller is waiting for. Where processors are
+	// short, other sandboxes are scheduled first.
 	Background bool
-	// IO is for each disk.
+	// IO applies to each disk.
 	IO IOLimits
 }
 
-// IOLimits bound what a disk reads and writes; 0 is no limit. What was not used
-// for a while may be used at once, up to a second's worth, but where the host's
-// kernel bounds the device, too, at its pace.
+// IOLimits bound the reads and writes of a disk; 0 is no limit. A sandbox may save up
+// unused allowance, up to a second's worth, and use it at once. Where the host's
+// kernel bounds the device as well, the kernel's pace holds even then.
 type IOLimits struct {
 	BytesPerSecond, OpsPerSecond uint64
 }
 
-// ForkOptions is what makes a fork differ from its siblings.
+// ForkOptions sets how a fork differs from its siblings.
 type ForkOptions struct {
-	// Hostname is the fork's; empty makes one up.
+	// Hostname is the fork's host name; the engine makes one up if it is empty.
 	Hostname string
-	// KeepIdentity makes the fork the same sandbox that was captured, which
-	// exists no more: it keeps its host name and machine id, and is reseeded and
-	// its clock set like any.
+	// KeepIdentity makes the fork the same sandbox as the captured one, which no
+	// longer exists. The fork keeps its host name and machine id. It is reseeded and
+	// its clock is set, like those of any fork.
 	KeepIdentity bool
-	// Folder makes the fork outlive its maker: an empty folder of its own, in
-	// which the engine keeps what Adopt finds it by. Whoever can reach the folder
-	// has the fork in his hands. Empty ends the fork with the process that made
-	// it. What was booted, and not forked from a snapshot, has no forks with a
-	// folder.
+	// Folder lets the fork outlive the process that made it. It is an empty folder of
+	// the fork's own, in which the engine keeps the data that Adopt needs. Anyone
+	// with access to the folder controls the fork. With an empty Folder the fork ends
+	// with the process that made it. A sandbox that was booted, not forked from a
+	// snapshot, cannot have live forks with a folder.
 	Folder string
 	Limits Limits
-	// Turn is waited for before the fork is started, and release called when it has
-	// answered or failed. Whoever makes many sandboxes bounds so how many are started
-	// at once, the children of one Sandbox.Fork included. nil starts it at once.
+	// Turn is called before the fork is started, and may block. Its release is called
+	// when the fork has answered or failed. A caller that makes many sandboxes uses
+	// it to bound how many are started at once; the children of one Sandbox.Fork
+	// count, too. With nil the fork is started at once.
 	Turn func(context.Context) (release func(), err error)
 }
 
@@ -121,55 +122,58 @@ func (o ForkOptions) WaitTurn(ctx context.Context) (release func(), err error) {
 
 // Engine runs sandboxes of one kind.
 type Engine interface {
-	// Name is what snapshots of this engine carry.
+	// Name identifies this engine in the snapshots that it makes.
 	Name() string
 	// Capabilities say how this engine differs from others.
 	Capabilities() Capabilities
-	// Reserve is how much memory of the host a sandbox with that much RAM and
-	// that Disk may come to need.
+	// Reserve is how much of the host's memory a sandbox with this RAM and this Disk
+	// may come to need.
 	Reserve(ram, disk uint64) uint64
-	// MaxDisk is the largest Disk that this host could hold if it were empty.
+	// MaxDisk is the largest Disk that this host could hold if it held nothing else.
 	MaxDisk() (uint64, error)
-	// Boot returns when the sandbox's agent has answered.
+	// Boot returns once the sandbox's agent has answered.
 	Boot(context.Context, Spec) (Sandbox, error)
-	// Fits refuses a snapshot that this engine, on this host, cannot fork, with
-	// what differs: ErrMismatch. It looks at the manifest alone.
+	// Fits refuses a snapshot that this engine cannot fork on this host. The error
+	// names the difference and wraps ErrMismatch. Fits looks at the manifest alone.
 	Fits(snapshot.Manifest) error
-	// Fork makes a sandbox that continues from a snapshot, with an identity of
-	// its own: reseeded, its clock set, its host name and machine id renewed.
-	// It returns when the sandbox's agent has confirmed that.
+	// Fork makes a sandbox that continues from a snapshot, with an identity of its
+	// own: it is reseeded, its clock is set, and its host name and machine id are
+	// renewed. Fork returns once the sandbox's agent has confirmed the renewal.
 	Fork(context.Context, *snapshot.Snapshot, ForkOptions) (Sandbox, error)
-	// Adopt takes over a sandbox that has a folder, while no other process has
-	// it. It may stand still: it has no session with its agent until Resume,
-	// which does no harm to one that runs. One that is gone is ErrEnded.
+	// Adopt takes over a sandbox that has a folder. No other process may hold the
+	// sandbox. The sandbox may be paused. It has no session with its agent until
+	// Resume, which is harmless if the sandbox runs. If the sandbox is gone, the
+	// error is ErrEnded.
 	Adopt(ctx context.Context, folder string) (Sandbox, error)
-	// Remove ends what runs in a folder, whoever started it and however far that
-	// came, and deletes the folder.
+	// Remove ends the machine of a folder and deletes the folder. It does so
+	// whichever process started the machine, and however far the start came.
 	Remove(ctx context.Context, folder string) error
-	// Inspect tells which process runs in a folder, and what it costs as far as
-	// that is seen from outside. One that is gone is ErrEnded.
+	// Inspect returns the process that runs in a folder, and the part of its cost
+	// that can be seen from outside. If the machine is gone, the error is ErrEnded.
 	Inspect(folder string) (pid int, _ Stats, _ error)
-	// Keep frees what the engine keeps in memory for others than the sandboxes
-	// in these folders and these snapshots, and what sandboxes left that ended
-	// while nobody watched. What runs keeps what it has.
+	// Keep frees the memory that the engine keeps for any sandbox or snapshot that is
+	// not listed. It also frees the remains of sandboxes that ended while no process
+	// was watching. Running sandboxes lose nothing.
 	Keep(folders, snapshots []string) error
-	// Drop frees what is held under these ids, of sandboxes that have ended. What
-	// the engine does not know is fine.
+	// Drop frees the memory held under these ids, which belong to sandboxes that have
+	// ended. Ids that the engine does not know are no error.
 	Drop(ids []string) error
 	Close() error
 }
 
-// Rehearsal has a fork do, without an effect, what it is going to do first.
+// Rehearsal makes a fork perform the actions that it will perform first, without
+// their effect.
 type Rehearsal func(context.Context, Sandbox) error
 
-// Learner is an engine that learns from the rehearsals of a snapshot's first forks
-// what the others are going to need.
+// Learner is an engine that learns, from the rehearsals of a snapshot's first forks,
+// which pages the later forks will need.
 type Learner interface {
-	// ForkRehearsed is Fork and then the rehearsal, whose error ends the fork.
+	// ForkRehearsed forks and then runs the rehearsal. If the rehearsal fails, the
+	// fork ends.
 	ForkRehearsed(context.Context, *snapshot.Snapshot, ForkOptions, Rehearsal) (Sandbox, error)
 }
 
-// ForkRehearsed does so on any engine.
+// ForkRehearsed forks and rehearses on any engine, whether or not it is a Learner.
 func ForkRehearsed(ctx context.Context, e Engine, snap *snapshot.Snapshot, o ForkOptions, rehearse Rehearsal) (Sandbox, error) {
 	if l, ok := e.(Learner); ok {
 		return l.ForkRehearsed(ctx, snap, o, rehearse)
@@ -184,31 +188,32 @@ func ForkRehearsed(ctx context.Context, e Engine, snap *snapshot.Snapshot, o For
 	return sb, nil
 }
 
-// Ahead is an engine that can make parts of forks before they are asked for.
+// Ahead is an engine that can make parts of forks before the forks are asked for.
 type Ahead interface {
-	// KeepSpares has so many spares wait: sandboxes of a snapshot that have all
-	// but a state. Fork takes one where there is one, and the next is made when
-	// it has returned. The snapshot must not be closed before the spares are.
+	// KeepSpares keeps count spares waiting: machines for a snapshot that are
+	// complete except for their state. Fork takes a spare if one waits, and the
+	// engine makes the next one after Fork has returned. The caller closes the spares
+	// before the snapshot.
 	KeepSpares(snap *snapshot.Snapshot, count int) (Spares, error)
 }
 
-// Spares are those of one call of KeepSpares.
+// Spares are the spares that one call of KeepSpares keeps.
 type Spares interface {
-	// WaitFull waits until all of them are there.
+	// WaitFull waits until all of the spares are waiting.
 	WaitFull(context.Context) error
 	Stats() SpareStats
-	// Close ends those that wait.
+	// Close ends the spares that wait.
 	Close() error
 }
 
 // SpareStats describes spares.
 type SpareStats struct {
-	// Waiting is how many are there now.
+	// Waiting is how many spares wait now.
 	Waiting int `json:"waiting"`
-	// Taken counts forks that got one.
+	// Taken counts the forks that got a spare.
 	Taken uint64 `json:"taken"`
-	// Lost counts those that ended while they waited, Failed attempts to make
-	// one, and LastError is the reason of the last.
+	// Lost counts spares that ended while they waited. Failed counts failed attempts
+	// to make one; LastError is the reason of the last failure.
 	Lost      uint64 `json:"lost"`
 	Failed    uint64 `json:"failed"`
 	LastError string `json:"last_error,omitempty"`
@@ -216,139 +221,154 @@ type SpareStats struct {
 
 // Sandbox is one running sandbox. Its methods are safe for concurrent use.
 type Sandbox interface {
-	// Agent is a session with the sandbox's agent; nil if it was adopted and not
-	// resumed since.
+	// Agent is a session with the sandbox's agent. It is nil in a sandbox that was
+	// adopted and not resumed since.
 	Agent() *guestrpc.Client
 	// Dial opens a stream to a port inside.
 	Dial(ctx context.Context, port uint32) (net.Conn, error)
 	// Wire is the other end of the sandbox's interface: a unix datagram socket with
-	// an Ethernet frame in each message, as package wire describes it. Its holder
-	// does what messages leave to do, and may leave as much to the sandbox. Whoever
-	// reads and writes there is the sandbox's entire network, and decides what it
-	// reaches. While nobody does, the interface leads nowhere. It
-	// is never the host's network, nor where a source's or a fork's interface
-	// leads: a fork has the addresses of its source and a wire of its own, on which
-	// the connections that its source has open are reset. Each call makes a copy
-	// for the caller to close. All copies are the same socket: each message is to be
-	// read and written without waiting (MSG_DONTWAIT), as a process that has another
-	// copy can change what the socket does by itself. The first call for a sandbox
-	// that was adopted may give it a new wire: copies from its maker lead nowhere
-	// then. There is none, ErrNoWire, if the sandbox has no interface, or an older
-	// AgentRun has started it.
+	// an Ethernet frame in each message, in the format of package wire. Its holder
+	// completes the checksums and segments that a message leaves to it, and may leave
+	// the same to the sandbox.
+	//
+	// Whoever reads and writes there is the sandbox's entire network, and decides
+	// what it reaches. While nobody does, the interface leads nowhere. A wire never
+	// leads to the host's network, nor to the network of a source or a fork: a fork
+	// has the addresses of its source and a wire of its own. Connections that the
+	// source had open are reset on the fork's wire.
+	//
+	// Each call returns a copy for the caller to close. All copies are the same
+	// socket. Every read and write must be non-blocking (MSG_DONTWAIT), since a
+	// process with another copy can change the socket's own mode. The first call for
+	// an adopted sandbox may give it a new wire; copies that its maker made then lead
+	// nowhere.
+	//
+	// The error is ErrNoWire if the sandbox has no interface, or if an older AgentRun
+	// has started it.
 	Wire() (*os.File, error)
-	// Settle waits, some seconds at most, until the sandbox has done what it
-	// puts off: what a template has not done, each of its forks does.
+	// Settle waits, some seconds at most, until the sandbox has done its postponed
+	// work. Work that a template leaves undone is repeated by each of its forks.
 	Settle(context.Context) error
-	// Snapshot captures memory, processes and disks at one instant into a new
-	// folder. The sandbox goes on. That of a sandbox that holds secrets is made
-	// with snapshot.Sealed, and so are all of its forks. One that is paused, or may
-	// stand still (snapshot.Still), is written through pipes to the disk, with at
-	// most 64 MiB beside it. Otherwise what it has changed may be in memory twice
-	// until the snapshot is there. Nothing of it stays in memory: the first fork
-	// loads it.
+	// Snapshot captures memory, processes and disks at one instant into a new folder.
+	// The sandbox goes on. If the sandbox holds secrets, the caller passes
+	// snapshot.Sealed, also for all of its forks.
+	//
+	// The memory of a sandbox that is paused, or that may stand still
+	// (snapshot.Still), is written through pipes to the disk, with at most 64 MiB of
+	// copies beside it. Otherwise the pages that the sandbox has changed may be in
+	// memory twice until the snapshot is complete. The snapshot leaves nothing in
+	// memory: its first fork loads it.
 	Snapshot(ctx context.Context, dir string, opts ...snapshot.Option) (*snapshot.Snapshot, error)
-	// Fork makes one sandbox for each of the options that continue from this
-	// one, all from the same instant. This one goes on: it stands still for
-	// moments only. Each fork has its own outcome; the error is that of all.
+	// Fork makes one sandbox for each element of opts. All of them continue from this
+	// sandbox at the same instant. This sandbox goes on, and stands still only for
+	// moments. Each fork has its own outcome; the returned error concerns all of
+	// them.
 	Fork(ctx context.Context, opts []ForkOptions) (*LiveFork, error)
-	// Pause stops the sandbox's processors until Resume. Its own clocks do not
-	// notice; Resume returns when its wall clock is the host's again.
+	// Pause stops the sandbox's processors until Resume. The sandbox's monotonic
+	// clock stops as well, unless the engine says that it counts pauses
+	// (Capabilities.ClockCountsPauses). Resume returns once the sandbox's wall clock
+	// is the host's again.
 	Pause(context.Context) error
 	Resume(context.Context) error
-	// Park is Pause for a fork that is to be claimed: Claim is faster then. Until
-	// Claim or Resume nothing may be sent to it, which might wake it, too.
+	// Park is Pause for a fork that will be claimed. It makes Claim faster. Until
+	// Claim or Resume, nothing may be sent to the fork, since a message might wake
+	// it.
 	Park(context.Context) error
-	// Claim lets a paused fork go on as another one: its random numbers are
-	// reseeded and its clock set before anything is served, its generation is
-	// raised, and its host name changed unless hostname is empty. It returns
-	// when the sandbox's agent has confirmed that.
+	// Claim lets a paused fork go on as a different sandbox. Before it serves
+	// anything, its random numbers are reseeded, its clock is set and its generation
+	// is raised. Its host name is changed unless hostname is empty. Claim returns
+	// once the sandbox's agent has confirmed this.
 	Claim(ctx context.Context, hostname string) error
 	Stats(context.Context) (Stats, error)
-	// Console is the tail of what the sandbox's kernel has printed.
+	// Console is the tail of the sandbox's kernel log.
 	Console(context.Context) ([]byte, error)
-	// Done is closed when the sandbox has ended.
+	// Done is closed once the sandbox has ended.
 	Done() <-chan struct{}
-	// Wait returns how it ended, once it has.
+	// Wait blocks until the sandbox has ended, and returns the reason.
 	Wait() error
-	// Detach lets go of a sandbox that has a folder. It goes on.
+	// Detach releases a sandbox that has a folder. The sandbox goes on.
 	Detach() error
 	// Close ends the sandbox at once and frees everything but its folder, which
-	// is its maker's. Shutdown is the polite way.
+	// belongs to its maker. Shutdown asks the sandbox to end by itself.
 	Close() error
 	Shutdown(ctx context.Context, grace time.Duration) error
 }
 
-// LiveFork is what forking a running sandbox gave.
+// LiveFork is the result of forking a running sandbox.
 type LiveFork struct {
-	// Forks and Errs have an entry for each fork that was asked for, one of
-	// which is nil.
+	// Forks and Errs have one entry for each requested fork. For each fork, exactly
+	// one of the two entries is nil.
 	Forks []Sandbox
 	Errs  []error
 	Stats LiveForkStats
-	// Held is what each of the forks holds of this capture and earlier ones, and
-	// Source what their source does since: also where none could be made of it.
+	// Held is the memory that each fork holds of this capture and earlier ones.
+	// Source is the memory that the source holds since; it is set even if no fork
+	// could be made.
 	Held, Source []Held
-	// Same says that the source holds what it did before, and nothing of this
-	// capture. Source is empty then.
+	// Same says that the source holds exactly the memory that it held before, and
+	// nothing of this capture. Source is then empty.
 	Same bool
 }
 
-// LiveForkStats is what a live fork cost its source.
+// LiveForkStats is the cost of a live fork to its source.
 type LiveForkStats = livefork.Stats
 
-// Stats is what a sandbox costs, in bytes.
+// Stats is the cost of a sandbox, in bytes.
 type Stats struct {
-	// Own is the memory of this sandbox alone, which is free when it ends: the
-	// guest's included, without what it has of its snapshot.
+	// Own is the memory of this sandbox alone, which is freed when it ends. It
+	// includes the guest's memory, except the pages that the guest shares with its
+	// snapshot.
 	Own uint64
-	// Proportional is the process's share of everything that it maps (PSS).
+	// Proportional is the process's share of all memory that it maps (PSS).
 	Proportional uint64
-	// Disk is what it has written to its disks and not deleted, where these are
-	// not in its memory.
+	// Disk is how many bytes the sandbox has written to its disks and not deleted.
+	// Disks that are in its memory are not counted.
 	Disk uint64
-	// CPU is the processor time that it has taken since it was made, of the
-	// process and of the guest.
+	// CPU is the processor time of the process and the guest since the sandbox was
+	// made.
 	CPU time.Duration
-	// Layers and Mappings are how many files its memory is made of, and in how
-	// many pieces.
+	// Layers is how many files the sandbox's memory is made of. Mappings is in how
+	// many pieces these are mapped.
 	Layers, Mappings int
 	// Generation counts the forks between a boot and this sandbox.
 	Generation uint64
-	// LastFork is what the last live fork of this sandbox cost.
+	// LastFork is the cost of this sandbox's last live fork.
 	LastFork LiveForkStats
 }
 
-// Capabilities say how an engine differs from others, for those to whom it
-// matters. The tests of all engines check each of them.
+// Capabilities say how an engine differs from others, for the callers that depend on
+// it. The tests of all engines check each capability.
 type Capabilities struct {
-	// Disks: a scratch disk is a block device of its own, and files can be
-	// attached.
+	// Disks: a scratch disk is a block device of its own, and files can be attached
+	// as disks.
 	Disks bool
-	// ClockCountsPauses: the monotonic clock inside counts the time in which a
-	// sandbox is paused or hibernated. Timeouts of execs do not, on any engine.
+	// ClockCountsPauses: the sandbox's monotonic clock counts the time that the
+	// sandbox is paused or hibernated. Timeouts of execs never count that time, on
+	// any engine.
 	ClockCountsPauses bool
-	// TCPPorts: Dial reaches TCP ports of the sandbox's loopback. Without it,
-	// ports are those of the agent and of programs that listen on vsock.
+	// TCPPorts: Dial reaches TCP ports on the sandbox's loopback. Without it, Dial
+	// reaches only the agent and programs that listen on vsock.
 	TCPPorts bool
 	// CopiesInPause: a live fork copies memory while its source stands still.
 	CopiesInPause bool
-	// SharesMemory: forks have the pages of their snapshot in common until they
-	// write to them. Without it each has a copy.
+	// SharesMemory: forks share the pages of their snapshot until they write to them.
+	// Without it each fork has a copy.
 	SharesMemory bool
-	// EndsOutOfMemory: a program that takes more memory than there is may end the
-	// sandbox, with ErrOutOfMemory. Without it, it always ends alone.
+	// EndsOutOfMemory: a program that exceeds the available memory may end the whole
+	// sandbox, with ErrOutOfMemory. Without it, only the program ends.
 	EndsOutOfMemory bool
 }
 
 // Processor is the host's processor as sandboxes of an engine see it.
 type Processor struct {
-	// Profile says which features of it they see.
+	// Profile names the set of features that sandboxes see.
 	Profile, Vendor string
-	// Features are those, sorted; their names are the engine's.
+	// Features are these features, sorted. Their names are the engine's.
 	Features []string
 }
 
-// ProcessorOf is the processor of an engine; of one that has none to speak of an empty one.
+// ProcessorOf is the processor of an engine. It is empty if the engine does not
+// report one.
 func ProcessorOf(e Engine) (Processor, error) {
 	if has, ok := e.(interface{ Processor() (Processor, error) }); ok {
 		return has.Processor()
@@ -356,10 +376,10 @@ func ProcessorOf(e Engine) (Processor, error) {
 	return Processor{}, nil
 }
 
-// GenerationLabel counts the forks that led to a snapshot.
+// GenerationLabel is the manifest label that counts the forks before a snapshot.
 const GenerationLabel = "generation"
 
-// NextGeneration is that of a fork of a snapshot.
+// NextGeneration is the generation of a snapshot's forks.
 func NextGeneration(m snapshot.Manifest) (uint64, error) {
 	text, ok := m.Labels[GenerationLabel]
 	if !ok {
@@ -374,17 +394,18 @@ func NextGeneration(m snapshot.Manifest) (uint64, error) {
 
 // Errors that engines wrap.
 var (
-	// ErrEnded says that the sandbox is no longer running.
+	// ErrEnded says that the sandbox no longer runs.
 	ErrEnded = errors.New("the sandbox has ended")
-	// ErrPoweredOff says that it ended itself.
+	// ErrPoweredOff says that the sandbox powered itself off.
 	ErrPoweredOff = errors.New("it powered itself off")
-	// ErrOutOfMemory says that it ended because it reached its memory limit.
+	// ErrOutOfMemory says that the sandbox ended because it reached its memory limit.
 	ErrOutOfMemory = errors.New("out of memory")
 	// ErrFiles says that a sandbox with files as disks cannot be captured.
 	ErrFiles = errors.New("it has files as disks, and what becomes of them is not captured")
 	// ErrNoDisks says that an engine without disks cannot attach files as disks.
 	ErrNoDisks = errors.New("the engine has no disks")
-	// ErrNoWire says that nobody here has the other end of the sandbox's interface.
+	// ErrNoWire says that no process here holds the other end of the sandbox's
+	// interface.
 	ErrNoWire = errors.New("no wire")
 	// ErrMismatch says that a snapshot does not fit this engine or this host.
 	ErrMismatch = errors.New("the snapshot does not fit")

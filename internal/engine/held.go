@@ -2,17 +2,17 @@ package engine
 
 import "agentrun.dev/internal/storage/snapshot"
 
-// Held is something in the host's memory beside a sandbox's own: a layer that it
-// maps, or was restored from.
+// Held is host memory that a sandbox uses beside its own: a layer that it maps, or
+// that it was restored from.
 type Held struct {
-	// ID is the same for all sandboxes that have it in common: it is there once,
-	// until the last of them has ended.
+	// ID is the same for all sandboxes that share this memory. The memory exists
+	// once, until the last of them has ended.
 	ID    string `json:"id"`
 	Bytes uint64 `json:"bytes"`
 }
 
-// HeldBy lists what a fork of a snapshot holds. What it has for itself alone is
-// named after owner.
+// HeldBy lists the memory that a fork of a snapshot holds. Memory that is the fork's
+// alone is named after owner.
 func HeldBy(snap *snapshot.Snapshot, owner string) ([]Held, error) {
 	var list []Held
 	for _, ref := range snap.Manifest().MemoryLayers() {
@@ -25,7 +25,7 @@ func HeldBy(snap *snapshot.Snapshot, owner string) ([]Held, error) {
 	return list, err
 }
 
-// HeldBytes is what a list comes to.
+// HeldBytes is the sum of a list.
 func HeldBytes(list []Held) (bytes uint64) {
 	for _, h := range list {
 		bytes += h.Bytes

@@ -12,29 +12,31 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Network is the network interface of a sandbox, eth0 inside. It has no other,
-// and a loopback. Forks keep what it says and differ in their wires.
+// Network is the network interface of a sandbox, eth0 inside. Beside it the sandbox
+// has only a loopback. Forks keep the settings and differ in their wires.
 type Network struct {
-	// MAC is that of the sandbox, an address of one device.
+	// MAC is the sandbox's hardware address, a unicast address.
 	MAC [6]byte
-	// MTU is how many bytes a frame carries at most, its header not counted.
+	// MTU is how many bytes a frame carries at most, without its header.
 	MTU int
-	// Address is the sandbox's own, IPv4, and how much of it is its network.
+	// Address is the sandbox's own IPv4 address, with the prefix of its network.
 	Address netip.Prefix
-	// Gateway is where all else is routed to. Without one, nothing is.
+	// Gateway is the router for all other addresses. Without one, they are
+	// unreachable.
 	Gateway netip.Addr
-	// Address6 and Gateway6 are the same of IPv6; without an address it has no IPv6.
+	// Address6 and Gateway6 are the same for IPv6. Without an Address6 the sandbox
+	// has no IPv6.
 	Address6 netip.Prefix
 	Gateway6 netip.Addr
-	// DNS are the servers in /etc/resolv.conf, three at most. Without any, that
-	// is as the image has it.
+	// DNS are the servers in /etc/resolv.conf, three at most. Without any, the
+	// image's own /etc/resolv.conf stays.
 	DNS []netip.Addr
 }
 
-// MaxMTU is the largest MTU of a sandbox.
+// MaxMTU is the largest MTU of a sandbox's interface.
 const MaxMTU = 9000
 
-// The least MTUs: of IPv4, and of IPv6 (RFC 8200 §5).
+// minMTU and minMTU6 are the least MTUs of IPv4 and of IPv6 (RFC 8200 §5).
 const (
 	minMTU  = 68
 	minMTU6 = 1280
@@ -43,7 +45,7 @@ const (
 // maxDNS is MAXNS of resolv.conf(5).
 const maxDNS = 3
 
-// Check refuses what engines cannot give a sandbox.
+// Check refuses settings that engines cannot give a sandbox.
 func (n *Network) Check() error {
 	switch {
 	case n.MAC[0]&1 != 0 || n.MAC == [6]byte{}:
@@ -69,7 +71,7 @@ func (n *Network) Check() error {
 	return n.check6()
 }
 
-// check6 is Check for IPv6.
+// check6 checks the settings of IPv6.
 func (n *Network) check6() error {
 	switch {
 	case !n.Address6.IsValid() && n.Gateway6.IsValid():
@@ -93,7 +95,7 @@ func usable6(a netip.Addr) bool {
 	return a.Is6() && !a.Is4In6() && a.Zone() == "" && !a.IsUnspecified() && !a.IsMulticast()
 }
 
-// Nets is the interface in a manifest; none for nil.
+// Nets is the interface as a manifest stores it; an empty list for nil.
 func (n *Network) Nets() []snapshot.Net {
 	if n == nil {
 		return nil
@@ -114,7 +116,7 @@ func (n *Network) Nets() []snapshot.Net {
 	return []snapshot.Net{out}
 }
 
-// NetworkOf is the interface that a snapshot's sandboxes have, or nil.
+// NetworkOf is the interface of a snapshot's sandboxes, or nil.
 func NetworkOf(m snapshot.Manifest) (*Network, error) {
 	switch len(m.Nets) {
 	case 0:
@@ -152,13 +154,13 @@ func NetworkOf(m snapshot.Manifest) (*Network, error) {
 	return out, nil
 }
 
-// WireEnd is what an engine keeps of a sandbox's wire: the host's end. The zero
-// value is that of a sandbox without one.
+// WireEnd holds the host's end of a sandbox's wire for an engine. The zero value is
+// the WireEnd of a sandbox without an interface.
 type WireEnd struct {
 	mu   sync.Mutex // protects all following fields
-	file *os.File   // nil without one, and before it was found
-	// find gets the end that a sandbox's maker has left; nil but for a sandbox that
-	// was adopted.
+	file *os.File   // nil without an interface, and before find has succeeded
+	// find gets the end that the sandbox's maker has left. It is set only in an
+	// adopted sandbox.
 	find func() (*os.File, error)
 }
 
@@ -169,15 +171,15 @@ func (w *WireEnd) KeepWire(f *os.File) {
 	w.file = f
 }
 
-// FindWire says how to get the host's end when it is asked for, of a sandbox that
-// was adopted.
+// FindWire sets how the WireEnd of an adopted sandbox gets the host's end once it is
+// needed.
 func (w *WireEnd) FindWire(find func() (*os.File, error)) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.find = find
 }
 
-// Wire is a copy of the host's end.
+// Wire returns a copy of the host's end.
 func (w *WireEnd) Wire() (*os.File, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -203,11 +205,11 @@ func (w *WireEnd) Wire() (*os.File, error) {
 	return os.NewFile(uintptr(fd), "wire"), nil
 }
 
-// ErrOldWire is why a sandbox that an older AgentRun has started has no wire to
-// give out.
+// ErrOldWire says why a sandbox that an older AgentRun has started has no wire to
+// hand out.
 var ErrOldWire = fmt.Errorf("%w: an older AgentRun has started the sandbox, and only the process that did has its wire: hibernate and wake it, or fork it anew", ErrNoWire)
 
-// CloseWire closes the engine's end; copies of it go on.
+// CloseWire closes the engine's end. Copies of it stay open.
 func (w *WireEnd) CloseWire() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -19,7 +19,7 @@ func network() *Network {
 	}
 }
 
-// TestNetworkInManifest: forks get the interface that was booted.
+// TestNetworkInManifest: forks get the interface of the booted sandbox.
 func TestNetworkInManifest(t *testing.T) {
 	bare := network()
 	bare.Gateway, bare.DNS = netip.Addr{}, nil
@@ -85,8 +85,8 @@ func TestNetworkCheck(t *testing.T) {
 	}
 }
 
-// TestFindWire: the wire of a sandbox that was adopted is got once, when it is asked
-// for, and never after the end.
+// TestFindWire: the wire of an adopted sandbox is looked up once, when it is first
+// needed, and never after CloseWire.
 func TestFindWire(t *testing.T) {
 	var w WireEnd
 	found := 0
@@ -115,8 +115,8 @@ func TestFindWire(t *testing.T) {
 	}
 }
 
-// TestWireEnd: each copy of a wire carries frames, whatever becomes of the others,
-// and can be waited for.
+// TestWireEnd: each copy of a wire carries frames and can be waited for, whatever
+// happens to the other copies.
 func TestWireEnd(t *testing.T) {
 	var w WireEnd
 	if f, err := w.Wire(); !errors.Is(err, ErrNoWire) {
@@ -133,7 +133,7 @@ func TestWireEnd(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := first.Close(); err != nil { // as if whoever plays the network had died
+	if err := first.Close(); err != nil { // as if the process that plays the network had died
 		t.Fatal(err)
 	}
 	second, err := w.Wire()

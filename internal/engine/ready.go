@@ -12,20 +12,20 @@ import (
 
 // ReadyConfig describes a pool of ready sandboxes.
 type ReadyConfig[S Sandbox] struct {
-	// Count is how many of them wait.
+	// Count is how many sandboxes wait.
 	Count int
-	// Fork forks a sandbox that is going to wait. The pool makes it ready.
+	// Fork forks a sandbox that will wait. The pool makes it ready.
 	Fork func(context.Context) (S, error)
-	// Now forks a sandbox for a claim that finds none waiting.
+	// Now forks a sandbox for a claim when no sandbox waits.
 	Now func(ctx context.Context, hostname string) (S, error)
-	// Turn is waited for before each rehearsal of a claim, and release called after
-	// it. So whoever has something more urgent to do waits for one rehearsal at most.
-	// nil rehearses at once.
+	// Turn is called before each rehearsal of a claim, and may block; its release is
+	// called after the rehearsal. A caller with more urgent work so waits for one
+	// rehearsal at most. With nil the pool rehearses at once.
 	Turn func(context.Context) (release func(), err error)
 }
 
-// KeepReady keeps sandboxes ready. A claim asks the pool for one by the host name to
-// give it; empty leaves the choice to the engine.
+// KeepReady keeps sandboxes ready. A claim asks the pool for a sandbox with a given
+// host name; if that is empty, the engine chooses one.
 func KeepReady[S Sandbox](cfg ReadyConfig[S]) *pool.Pool[S, string] {
 	return pool.New(pool.Config[S, string]{
 		What: "ready sandboxes", Count: cfg.Count,
@@ -41,7 +41,7 @@ func KeepReady[S Sandbox](cfg ReadyConfig[S]) *pool.Pool[S, string] {
 	})
 }
 
-// KeepForksReady keeps forks of a snapshot ready that need nothing but their engine.
+// KeepForksReady keeps forks of a snapshot ready. It needs only their engine.
 func KeepForksReady(e Engine, snap *snapshot.Snapshot, count int) *pool.Pool[Sandbox, string] {
 	fork := func(ctx context.Context, hostname string) (Sandbox, error) {
 		return e.Fork(ctx, snap, ForkOptions{Hostname: hostname})
@@ -53,17 +53,19 @@ func KeepForksReady(e Engine, snap *snapshot.Snapshot, count int) *pool.Pool[San
 	})
 }
 
-// rehearsals is how often a sandbox is claimed before it waits. The first claim of
-// a process takes twice as long as its third, which still takes a tenth longer than
-// its sixth where memory is mapped ahead.
+// rehearsals is how often a sandbox is claimed before it waits. The first claim of a
+// process takes twice as long as its third. Where memory is mapped ahead, the third
+// still takes a tenth longer than the sixth.
 const rehearsals = 5
 
-// makeReady makes a fork a ready sandbox: one that has answered, was claimed before,
-// so that the page faults of a first answer and of a first claim are behind it, and is
-// parked. To claim it takes about as long as a request to a running sandbox. An error
-// ends the fork. turn is that of a ReadyConfig.
+// makeReady turns a fork into a ready sandbox. The fork answers once and is claimed
+// several times, so that the page faults of a first answer and a first claim are
+// behind it. Then it is parked. Claiming a ready sandbox takes about as long as a
+// request to a running one. An error ends the fork. turn is the Turn of a
+// ReadyConfig.
 func makeReady(ctx context.Context, sb Sandbox, turn func(context.Context) (release func(), err error)) error {
-	// What a fork does beside its first answer goes before this one.
+	// The fork finishes the work that comes with its first answer before it answers
+	// this ping.
 	err := ping(ctx, sb)
 	if err == nil {
 		err = sb.Park(ctx)
@@ -86,7 +88,7 @@ func ping(ctx context.Context, sb Sandbox) error {
 	return sb.Agent().Ping(ctx)
 }
 
-// rehearseClaim claims a sandbox that is parked, and parks it again.
+// rehearseClaim claims a parked sandbox and parks it again.
 func rehearseClaim(ctx context.Context, sb Sandbox, turn func(context.Context) (release func(), err error)) error {
 	if turn != nil {
 		release, err := turn(ctx)
@@ -101,7 +103,8 @@ func rehearseClaim(ctx context.Context, sb Sandbox, turn func(context.Context) (
 	return sb.Park(ctx)
 }
 
-// KeepSpares keeps spares on an engine that can, and none on others.
+// KeepSpares keeps spares on an engine that can make them. On other engines it keeps
+// an empty set.
 func KeepSpares(e Engine, snap *snapshot.Snapshot, count int) (Spares, error) {
 	if ahead, ok := e.(Ahead); ok {
 		return ahead.KeepSpares(snap, count)
@@ -109,7 +112,7 @@ func KeepSpares(e Engine, snap *snapshot.Snapshot, count int) (Spares, error) {
 	return noSpares{}, nil
 }
 
-// noSpares are those of an engine that makes nothing ahead.
+// noSpares is the empty set of spares of an engine that makes nothing ahead.
 type noSpares struct{}
 
 func (noSpares) WaitFull(context.Context) error { return nil }

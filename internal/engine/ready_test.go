@@ -12,8 +12,8 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// forked is a fork without a machine: its agent is real, its life is told. The real
-// ones are in test/microvm and test/gvisor.
+// forked is a fork without a machine. Its agent is real; the calls of its other
+// methods are recorded. Real machines are tested in test/microvm and test/gvisor.
 type forked struct {
 	Sandbox
 	agent *guestrpc.Client
@@ -46,8 +46,8 @@ func (f *forked) turn(context.Context) (func(), error) {
 	return func() { _ = f.do("release") }, f.do("turn")
 }
 
-// TestMakeReady: a ready sandbox was claimed some times, each time in a turn which was
-// given back, and is parked.
+// TestMakeReady: a ready sandbox was claimed several times, and is parked. Each claim
+// had a turn and gave it back.
 func TestMakeReady(t *testing.T) {
 	turns, atOnce := newForked(t), newForked(t)
 	if err := errors.Join(makeReady(t.Context(), turns, turns.turn), makeReady(t.Context(), atOnce, nil)); err != nil {
@@ -89,7 +89,7 @@ func TestMakeReadyFails(t *testing.T) {
 	}
 }
 
-// aheadEngine says how many spares were asked of it.
+// aheadEngine records how many spares were asked of it.
 type aheadEngine struct {
 	Engine
 	asked int
@@ -101,7 +101,8 @@ func (e *aheadEngine) KeepSpares(_ *snapshot.Snapshot, n int) (Spares, error) {
 	return noSpares{}, e.fail
 }
 
-// TestKeepSpares: an engine that can keeps spares, and for another there are none.
+// TestKeepSpares: an engine that is Ahead keeps spares, and another engine keeps an
+// empty set.
 func TestKeepSpares(t *testing.T) {
 	e := &aheadEngine{}
 	if _, err := KeepSpares(e, nil, 4); err != nil || e.asked != 4 {

@@ -2,14 +2,15 @@ package engine
 
 import "agentrun.dev/internal/storage/snapshot"
 
-// Outdater is an engine whose snapshots age: AgentRun may be updated after they were made.
+// Outdater is an engine whose snapshots age, since AgentRun may be updated after they
+// were made.
 type Outdater interface {
-	// Outdated says why a snapshot of a template, which Fits, is to be made anew; empty if
-	// this AgentRun would make it so, too.
+	// Outdated returns why a template's snapshot is to be made anew, although it
+	// Fits. The reason is empty if this AgentRun would make the same snapshot.
 	Outdated(snapshot.Manifest) (why string, _ error)
 }
 
-// Outdated does so on any engine.
+// Outdated asks any engine, whether or not it is an Outdater.
 func Outdated(e Engine, m snapshot.Manifest) (why string, err error) {
 	if o, ok := e.(Outdater); ok {
 		return o.Outdated(m)
@@ -17,16 +18,16 @@ func Outdated(e Engine, m snapshot.Manifest) (why string, err error) {
 	return "", nil
 }
 
-// ProgramKeeper is an engine that keeps programs of earlier AgentRuns, without which it
-// could not restore the snapshots that they have made.
+// ProgramKeeper is an engine that keeps programs of earlier AgentRuns. Without them
+// it could not restore the snapshots that those AgentRuns have made.
 type ProgramKeeper interface {
-	// KeepPrograms deletes those that neither a sandbox that it runs nor one of the listed
-	// snapshots needs. What is needed later than list is called is in a snapshot that is
-	// listed, or is of a sandbox that runs.
+	// KeepPrograms deletes the programs that neither a running sandbox nor a listed
+	// snapshot needs. A program that becomes needed after the call of list belongs to
+	// a listed snapshot or to a running sandbox, so it is kept.
 	KeepPrograms(list func() (snapshots []string, err error)) error
 }
 
-// KeepPrograms does so on any engine.
+// KeepPrograms asks any engine, whether or not it is a ProgramKeeper.
 func KeepPrograms(e Engine, list func() (snapshots []string, err error)) error {
 	if k, ok := e.(ProgramKeeper); ok {
 		return k.KeepPrograms(list)

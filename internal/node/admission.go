@@ -201,16 +201,12 @@ func (a *admission) discard(n sandbox.Namespace, bytes uint64, shared ...sandbox
 	}
 }
 
-// isShared reports whether something that is stored shares what has an id.
-func (a *admission) isShared(id string) bool {
+// isShared reports whether something that a namespace stores shares what has an id.
+func (a *admission) isShared(n sandbox.Namespace, id string) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	for k := range a.shares {
-		if k.id == id {
-			return true
-		}
-	}
-	return false
+	_, shared := a.shares[holding{n, id}]
+	return shared
 }
 
 // quota is that of a namespace, with the memory and the storage that it uses.

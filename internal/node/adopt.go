@@ -208,5 +208,5 @@ func (b *member) answers() error {
 		return nil
 	}
 	return sandbox.Errorf(sandbox.CodeNotReady, "sandbox %s does not answer", b.record.Name).Because("%s", b.silent).
-		Try("Try again later, or end it with `agentrun rm sandbox/%s`", b.record.Name)
+		Try("Try again later, or end it with `agentrun kill %s`", b.record.Name)
 }

@@ -120,7 +120,14 @@ func (m *Manager) writeTemplate(ctx context.Context, t *sandbox.Template, owner 
 type ImageResolver interface {
 	// ResolveImage gives the digest of an image that is here or at its registry; empty is
 	// that there is none, or that nobody can tell.
-	ResolveImage(ctx context.Context, name string) (digest string)
+	ResolveImage(ctx context.Context, r ResolveRequest) (digest string)
+}
+
+// ResolveRequest asks for the image of a template. It is looked up as its build would pull it.
+type ResolveRequest struct {
+	Namespace   sandbox.Namespace
+	Image       string
+	Credentials func(registry string) (user, password string, ok bool)
 }
 
 // imageOf is the digest of the image of a template that is applied. A spec that has not changed
@@ -146,7 +153,12 @@ func (m *Manager) imageOf(ctx context.Context, k sandbox.Key, spec sandbox.Templ
 	if old.Revision != "" && old.Spec.Digest() == spec.Digest() && keep {
 		return old.Image, nil
 	}
-	return r.ResolveImage(ctx, spec.Image), nil
+	return r.ResolveImage(ctx, ResolveRequest{
+		Namespace: k.Namespace, Image: spec.Image,
+		Credentials: func(registry string) (user, password string, ok bool) {
+			return m.logins.credentials(k.Namespace, registry)
+		},
+	}), nil
 }
 
 // admitTemplate refuses a template that is to be built where there is no room for another

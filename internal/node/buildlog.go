@@ -75,6 +75,10 @@ func (m *Manager) buildLog(ctx context.Context, k buildKey) (*buildlog.Log, *bui
 		log, err = buildlog.Open(m.logFile(b.Snapshot))
 		missing = errors.Is(err, fs.ErrNotExist) // it was replaced since
 	}
+	if missing && b.Phase == sandbox.PhaseFailed {
+		return nil, nil, sandbox.Errorf(sandbox.CodeNotReady, "there is no log of the build of template %s", k.Template.Name).Because("%s", b.Problem).
+			Try("Make room in the quota of disk of namespace %s, and apply the template again", k.Template.Namespace)
+	}
 	if missing {
 		return nil, nil, sandbox.Errorf(sandbox.CodeNotReady, "template %s has no %s build", k.Template.Name, k.Stage).Try("Ask for the log of another stage")
 	}
@@ -82,7 +86,7 @@ func (m *Manager) buildLog(ctx context.Context, k buildKey) (*buildlog.Log, *bui
 }
 
 // Builds are what became of a template's current revision.
-func (m *Manager) Builds(_ context.Context, t sandbox.Template) (found []sandbox.Build, err error) {
+func (m *Manager) Builds(ctx context.Context, t sandbox.Template) (found []sandbox.Build, err error) {
 	for _, stage := range []sandbox.Stage{sandbox.AfterReady, sandbox.AfterInit} {
 		b, err := m.build(buildKey{Template: t.Key, Revision: t.Revision, Stage: stage})
 		if sandbox.HasCode(err, sandbox.CodeNotFound) {
@@ -90,6 +94,9 @@ func (m *Manager) Builds(_ context.Context, t sandbox.Template) (found []sandbox
 		}
 		if err != nil {
 			return nil, err
+		}
+		if !sandbox.Administers(ctx) {
+			b.Cause = ""
 		}
 		found = append(found, b)
 	}

@@ -139,6 +139,9 @@ func (m *Manager) tryUntilOver(ctx context.Context, run *build, b *sandbox.Build
 			return errors.Join(err, ctx.Err())
 		}
 		run.judge(b, err)
+		if b.Cause != "" {
+			m.cfg.Log.Warn("an image was not pulled", "template", b.Template, "image", run.spec.Image, "cause", b.Cause)
+		}
 		if b.Phase == sandbox.PhaseFailed {
 			if err := m.countFailed(b); err != nil {
 				m.cfg.Log.Error("add up what a build has left", "template", b.Template, "error", err)
@@ -321,7 +324,7 @@ func (m *Manager) tryBuild(ctx context.Context, run *build, b *sandbox.Build) (e
 		default:
 		}
 	}()
-	b.Phase, b.Problem, b.Started, b.Next = sandbox.PhaseBuilding, "", time.Now().UTC(), time.Time{}
+	b.Phase, b.Problem, b.Cause, b.Started, b.Next = sandbox.PhaseBuilding, "", "", time.Now().UTC(), time.Time{}
 	if err := m.putBuild(*b); err != nil {
 		return err
 	}
@@ -341,8 +344,11 @@ func (m *Manager) tryBuild(ctx context.Context, run *build, b *sandbox.Build) (e
 	defer stop()
 	var machine engine.Sandbox
 	b.Built, err = m.cfg.Builder.Build(storing, BuildRequest{
-		Spec: run.spec, Image: run.image, Stage: b.Stage, Dir: dir, Log: run.log, TrustCA: certificate,
-		Pull: func() error { return m.notePull(run.spec.Image) },
+		Namespace: namespace, Spec: run.spec, Image: run.image, Stage: b.Stage, Dir: dir, Log: run.log, TrustCA: certificate,
+		Pull: func() error { return m.notePull(namespace, run.spec.Image) },
+		Credentials: func(registry string) (user, password string, ok bool) {
+			return m.logins.credentials(namespace, registry)
+		},
 		Join: func(ctx context.Context, sb engine.Sandbox) (_ engine.Sandbox, err error) {
 			machine, err = m.joinBuild(ctx, namespace, run.spec, sb)
 			return machine, err
@@ -361,6 +367,10 @@ func (m *Manager) tryBuild(ctx context.Context, run *build, b *sandbox.Build) (e
 // judge says what becomes of a build after an attempt.
 func (b *build) judge(of *sandbox.Build, err error) {
 	now := time.Now().UTC()
+	var hides interface{ ForAdmins() string }
+	if of.Cause = ""; errors.As(err, &hides) {
+		of.Cause = hides.ForAdmins()
+	}
 	b.short = lacksRoom(err)
 	switch {
 	case b.short:

@@ -251,18 +251,4 @@ func (m *Manager) dropCheckpoint(k sandbox.Key, when []sandbox.Precondition) (c 
 
 // CheckpointBytes is what all checkpoints of the node take on disk together,
 // what they share counted once.
-func (m *Manager) CheckpointBytes() (uint64, error) {
-	var all []sandbox.Checkpoint
-	err := m.db.View(func(tx *journal.Tx) error {
-		return checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
-			all = append(all, c)
-			return nil
-		})
-	})
-	var u snapshot.Usage
-	for _, c := range all {
-		_, addErr := u.Add(m.checkpointDir(c.ID))
-		err = errors.Join(err, addErr)
-	}
-	return u.Bytes, err
-}
+func (m *Manager) CheckpointBytes() (uint64, error) { return m.tally.checkpointBytes(m.checkpointDir) }

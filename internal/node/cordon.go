@@ -2,6 +2,7 @@ package node
 
 import (
 	"context"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -22,6 +23,13 @@ var cordons = journal.Collection[sandbox.Cordon]("cordon")
 const (
 	drains     = 4
 	drainAgain = 10 * time.Second
+)
+
+// The first of the problems of a drain are shown, so many and so many bytes of each: they are
+// part of each message about the node.
+const (
+	shownProblems   = 1000
+	maxDrainProblem = 512
 )
 
 // cordon is why the node takes nothing new, if it does not.
@@ -53,8 +61,15 @@ func (c *cordon) blame(k sandbox.Key, problem string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if delete(c.problems, k); problem != "" {
-		c.problems[k] = problem
+		c.problems[k] = strings.ToValidUTF8(problem[:min(len(problem), maxDrainProblem)], "")
 	}
+}
+
+// forgive forgets the problems of those that do not run any more.
+func (c *cordon) forgive(running map[sandbox.Key]bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	maps.DeleteFunc(c.problems, func(k sandbox.Key, _ string) bool { return !running[k] })
 }
 
 // shown is the cordon with how far it is.
@@ -72,6 +87,7 @@ func (c *cordon) shown(left int) *sandbox.Cordon {
 		out.Problems = append(out.Problems, sandbox.DrainProblem{Key: k, Problem: problem})
 	}
 	slices.SortFunc(out.Problems, func(a, b sandbox.DrainProblem) int { return strings.Compare(a.String(), b.String()) })
+	out.Problems = out.Problems[:min(len(out.Problems), shownProblems)]
 	return &out
 }
 
@@ -194,12 +210,19 @@ func (m *Manager) drain() {
 
 // hibernateAll hibernates what runs, some at once.
 func (m *Manager) hibernateAll(ctx context.Context) {
+	running := map[sandbox.Key]bool{}
+	left := slices.DeleteFunc(m.members(), func(b *member) bool {
+		is := runs(b.latest().State)
+		if is {
+			running[b.key] = true
+		}
+		return !is
+	})
+	m.cordon.forgive(running)
+	m.noticeStatus()
 	slots := make(chan struct{}, drains)
 	var all sync.WaitGroup
-	for _, b := range m.members() {
-		if !runs(b.latest().State) {
-			continue
-		}
+	for _, b := range left {
 		select {
 		case slots <- struct{}{}:
 		case <-ctx.Done():

@@ -2,10 +2,12 @@ package node
 
 import (
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
+	"unicode/utf8"
 
 	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
@@ -138,6 +140,55 @@ func TestDrain(t *testing.T) {
 			t.Errorf("after it %d wait", n)
 		}
 	})
+}
+
+// TestDrainForgetsProblems: a sandbox that does not run any more, whatever has ended it, is no
+// problem of a drain.
+func TestDrainForgetsProblems(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
+		for _, name := range []string{"a", "b"} {
+			claim(t, m, name, sandbox.Lifetime{})
+			h.FailCapture(errors.New("the disk is on fire"))
+			must(t, second(m.Cordon(t.Context(), true)))
+			synctest.Wait()
+			if c := cordoned(t, m); c == nil || len(c.Problems) != 1 {
+				t.Fatalf("%+v", c)
+			}
+			switch name {
+			case "a":
+				must(t, second(m.Kill(t.Context(), key(name))))
+			case "b":
+				must(t, second(m.Hibernate(t.Context(), key(name))))
+			}
+			time.Sleep(drainAgain)
+			synctest.Wait()
+			if c := cordoned(t, m); c == nil || c.Left != 0 || len(c.Problems) != 0 {
+				t.Errorf("%s: %+v", name, c)
+			}
+			must(t, second(m.Uncordon(t.Context())))
+		}
+	})
+}
+
+// TestDrainProblemsAreBounded: however many sandboxes cannot be hibernated, and whatever is said
+// of it, the node can be looked at: a message has a bound.
+func TestDrainProblemsAreBounded(t *testing.T) {
+	c := &cordon{changed: make(chan struct{})}
+	c.set(&sandbox.Cordon{Drain: true})
+	for i := range 10_000 {
+		c.blame(key(fmt.Sprintf("s-%05d", i)), strings.Repeat("ü", 4096))
+	}
+	shown := c.shown(10_000)
+	total := 0
+	for _, p := range shown.Problems {
+		total += len(p.Problem)
+		if !utf8.ValidString(p.Problem) {
+			t.Fatal("it is no text")
+		}
+	}
+	if len(shown.Problems) == 0 || total > 1<<20 || shown.Left != 10_000 || shown.Problems[0].Name != "s-00000" {
+		t.Errorf("%d problems of %d bytes, %d left", len(shown.Problems), total, shown.Left)
+	}
 }
 
 // TestNodeIsKnown: the node has a name that stays, the one that it is configured with, and

@@ -42,15 +42,9 @@ func (m *Manager) forgetTemplate(ctx context.Context, k sandbox.Key, when []sand
 		if err := mayDelete(ctx, now.Identity(), when); err != nil {
 			return err
 		}
-		err = pools.Each(tx, string(k.Namespace)+"/", func(_ string, p sandbox.Pool) error {
-			if p.Spec.Template == k.Name {
-				return sandbox.Errorf(sandbox.CodeConflict, "template %s is in use", k.Name).
-					Because("pool %s keeps sandboxes of it", p.Name).Try("Delete the pool first")
-			}
-			return nil
-		})
-		if err != nil {
-			return err
+		if pool, used := m.tally.poolOf(k); used {
+			return sandbox.Errorf(sandbox.CodeConflict, "template %s is in use", k.Name).
+				Because("pool %s keeps sandboxes of it", pool).Try("Delete the pool first")
 		}
 		dropped, err = dropBuilds(tx, k, func(b sandbox.Build) bool { return !b.Over() })
 		return errors.Join(err, templates.Delete(tx, k.String()))
@@ -79,10 +73,10 @@ func (m *Manager) DeleteFork(ctx context.Context, k sandbox.Key, when ...sandbox
 	return err
 }
 
-// mayEnd refuses to end children of a fork that have owners, or are going to have some, for
-// those who may not.
+// mayEnd refuses to delete a fork whose children have, had or are going to have owners, for
+// those who may not. Where all have ended its controller may still have to hear of it.
 func (m *Manager) mayEnd(ctx context.Context, f sandbox.Fork) error {
-	if f.Phase == sandbox.PhasePending && f.Asked != nil && !sandbox.MayOwn(ctx) {
+	if f.Asked != nil && !sandbox.MayOwn(ctx) {
 		return sandbox.Errorf(sandbox.CodeDenied, "fork %s is not yours to change", f.Name).Because("its children have owners")
 	}
 	for _, c := range f.Children {

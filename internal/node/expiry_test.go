@@ -1,6 +1,7 @@
 package node
 
 import (
+	"math"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -99,6 +100,21 @@ func TestExpiryIsSooner(t *testing.T) {
 	})
 }
 
+// TestExtendedForEver: the longest timeout that can be is long, and no negative one, which no
+// client of the node's API could read.
+func TestExtendedForEver(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
+		claim(t, m, "a", sandbox.Lifetime{Timeout: time.Hour})
+		time.Sleep(time.Minute)
+		if s, err := m.Extend(t.Context(), key("a"), math.MaxInt64); err != nil || s.Timeout != math.MaxInt64 {
+			t.Errorf("%v, %v", s.Timeout, err)
+		}
+		time.Sleep(1000 * time.Hour)
+		synctest.Wait()
+		wantState(t, m, "a", sandbox.Running)
+	})
+}
+
 // TestExpiryThatHasPassed is refused, and makes nothing.
 func TestExpiryThatHasPassed(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
@@ -120,4 +136,76 @@ func wantInvalid(t *testing.T, err error) {
 	if !sandbox.HasCode(err, sandbox.CodeInvalid) {
 		t.Errorf("%v", err)
 	}
+}
+
+// TestExpiresWhileATimeoutWaits: a timeout that waits for what is done with the sandbox does not
+// keep it from its end time.
+func TestExpiresWhileATimeoutWaits(t *testing.T) {
+	for _, action := range []sandbox.TimeoutAction{sandbox.TimeoutPause, sandbox.TimeoutHibernate} {
+		onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
+			life := until(time.Hour, action)
+			life.Timeout = time.Minute
+			claim(t, m, "a", life)
+			asked := h.HangCaptures()
+			captured := make(chan error, 1)
+			go func() {
+				_, _, err := m.Checkpoint(t.Context(), sandbox.CheckpointRequest{Key: key("c"), Source: "a"})
+				captured <- err
+			}()
+			<-asked
+			time.Sleep(time.Hour + time.Second)
+			synctest.Wait()
+			select {
+			case err := <-captured:
+				if err == nil {
+					t.Error("it was captured")
+				}
+			default:
+				t.Error("it lives on")
+				must(t, second(m.Kill(t.Context(), key("a"))))
+				<-captured
+				return
+			}
+			wantEnded(t, m, "a", sandbox.ReasonTimeout)
+		})
+	}
+}
+
+// TestClockIsLookedAt: of a sandbox with an end time, also where its timeout is the next: a timer
+// stands still while the host is suspended, and the clock does not.
+func TestClockIsLookedAt(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
+		for _, life := range []sandbox.Lifetime{until(10*time.Hour, ""), until(10*time.Hour, sandbox.TimeoutPause)} {
+			life.Timeout = time.Hour
+			claim(t, m, "a", life)
+			b, err := m.find(key("a"))
+			must(t, err)
+			b.mu.Lock()
+			wait, limited := b.wait(time.Now())
+			b.mu.Unlock()
+			if !limited || wait > clockEvery {
+				t.Errorf("it is not looked at for %v", wait)
+			}
+			must(t, second(m.Kill(t.Context(), key("a"))))
+		}
+	})
+}
+
+// TestExtendedAtTheEnd: whoever was told that a sandbox lives longer finds it alive.
+func TestExtendedAtTheEnd(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
+		claim(t, m, "a", until(time.Hour, ""))
+		b, err := m.find(key("a"))
+		must(t, err)
+		must(t, second(m.Hibernate(t.Context(), key("a"))), b.lock(t.Context()))
+		time.Sleep(time.Hour)
+		synctest.Wait() // expire waits for its turn
+		must(t, b.change(func(s *sandbox.Sandbox) { s.Expires = s.Expires.Add(time.Hour) }))
+		b.unlock()
+		synctest.Wait()
+		wantState(t, m, "a", sandbox.Hibernated)
+		time.Sleep(time.Hour + time.Second)
+		synctest.Wait()
+		wantEnded(t, m, "a", sandbox.ReasonTimeout)
+	})
 }

@@ -55,7 +55,7 @@ func (b *builder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, e
 	return nil
 }
 
-func (*builder) DropImage(context.Context, string) (bool, error) { return true, nil }
+func (*builder) DropImage(context.Context, sandbox.Namespace, string) (bool, error) { return true, nil }
 
 func (b *builder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error {
 	b.rehearsed.Add(1)

@@ -110,10 +110,10 @@ type images struct {
 	built   []string
 }
 
-func (b *images) ResolveImage(_ context.Context, name string) string {
+func (b *images) ResolveImage(_ context.Context, r ResolveRequest) string {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.digests[name]
+	return b.digests[r.Image]
 }
 
 func (b *images) Build(ctx context.Context, req BuildRequest) (sandbox.Built, error) {

@@ -24,7 +24,7 @@ const (
 	forksStep = 128
 )
 
-// forgetForks forgets forks from time to time.
+// forgetForks forgets forks, and owners that are over, from time to time.
 func (m *Manager) forgetForks() {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
@@ -37,6 +37,9 @@ func (m *Manager) forgetForks() {
 		}
 		if err := m.forgetOldForks(time.Now()); err != nil && m.ctx.Err() == nil {
 			m.cfg.Log.Error("forget forks whose children have ended", "error", err)
+		}
+		if err := m.forgetOverOwners(time.Now()); err != nil && m.ctx.Err() == nil {
+			m.cfg.Log.Error("forget owners whose sandboxes ended long ago", "error", err)
 		}
 		timer.Reset(forksEvery)
 	}

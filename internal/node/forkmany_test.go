@@ -296,6 +296,7 @@ func testForkKilled(t *testing.T, change func(*sandbox.ForkSpec)) {
 		h.Step = take
 		m.db.ObserveCommits(func(c journal.Commit) {
 			m.changes.note(c)
+			m.tally.note(c)
 			take()
 		})
 		must(t, third(m.Fork(owning(t), many(change))))
@@ -418,4 +419,24 @@ func TestForkWithCheckpoint(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestForkOfOwnersIsTheControllers: also when its children have ended, and the controller has
+// still to hear of the fork.
+func TestForkOfOwnersIsTheControllers(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
+		claim(t, m, "a", sandbox.Lifetime{})
+		made, _, err := m.Fork(owning(t), many())
+		must(t, err)
+		for _, c := range made.Children {
+			must(t, second(m.Kill(owning(t), key(string(c.Name)))))
+		}
+		if err := m.DeleteFork(t.Context(), key("f")); !sandbox.HasCode(err, sandbox.CodeDenied) {
+			t.Errorf("a key forgets it: %v", err)
+		}
+		if f, replayed, err := m.Fork(owning(t), many()); err != nil || !replayed || f.Children[0].ID != made.Children[0].ID {
+			t.Errorf("%+v, %t, %v", f, replayed, err)
+		}
+		must(t, m.DeleteFork(owning(t), key("f")))
+	})
 }

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
 )
@@ -118,5 +119,29 @@ func TestKillWhatWakes(t *testing.T) {
 			t.Error("it was woken")
 		}
 		wantEnded(t, m, "a", sandbox.ReasonKilled)
+	})
+}
+
+// TestDeadWhileNothingIsWritten: a sandbox whose machine ends while that cannot be written ends
+// once it can.
+func TestDeadWhileNothingIsWritten(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
+		made := claimFor(t, m, ownedClaim())
+		at := ownerKey(made.Namespace, uid)
+		var good ownerRecord
+		must(t, m.db.Update(func(tx *journal.Tx) (err error) {
+			if good, _, err = owners.Get(tx, at); err != nil {
+				return err
+			}
+			return journal.Collection[int](owners).Put(tx, at, 1) // which is no record
+		}))
+		h.End(m.machineDir(made.Machine), engine.ErrOutOfMemory)
+		synctest.Wait()
+		wantState(t, m, "a", sandbox.Running)
+		must(t, m.db.Update(func(tx *journal.Tx) error { return owners.Put(tx, at, good) }))
+		time.Sleep(retryExpiry)
+		synctest.Wait()
+		wantEnded(t, m, "a", sandbox.ReasonOutOfMemory)
+		wantNothing(t, m, h)
 	})
 }

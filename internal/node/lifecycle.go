@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"math"
 	"time"
 
 	"agentrun.dev/internal/engine"
@@ -239,7 +240,8 @@ func (m *Manager) Extend(ctx context.Context, k sandbox.Key, timeout time.Durati
 	return m.alter(ctx, k, when, func(_ context.Context, b *member) error {
 		return b.change(func(s *sandbox.Sandbox) {
 			if s.Timeout = timeout; timeout > 0 {
-				s.Timeout += s.Clock.Elapsed(time.Now())
+				past := s.Clock.Elapsed(time.Now())
+				s.Timeout = min(timeout, math.MaxInt64-past) + past
 			}
 		})
 	})

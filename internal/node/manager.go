@@ -38,15 +38,18 @@ type Builder interface {
 	// Rehearse has a sandbox that is going to wait in a pool do, without an effect,
 	// what its user will probably do first.
 	Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb engine.Sandbox) error
-	// DropImage removes an image by the name that a template has for it, unless it is in
-	// use. One that is not there is dropped.
-	DropImage(ctx context.Context, name string) (gone bool, err error)
+	// DropImage takes the name that templates of a namespace have for an image away from
+	// the namespace, and removes the image unless others have it, too. Without a namespace
+	// it is a published name. One that is not there is dropped; one in use is not.
+	DropImage(ctx context.Context, n sandbox.Namespace, name string) (gone bool, err error)
 }
 
 // BuildRequest asks for the snapshot of a template's revision at a stage, in the new
 // folder Dir.
 type BuildRequest struct {
-	Spec sandbox.TemplateSpec
+	// Namespace is whose image it is.
+	Namespace sandbox.Namespace
+	Spec      sandbox.TemplateSpec
 	// Image is the digest that the image must have; empty is whichever the name leads to.
 	Image string
 	Stage sandbox.Stage
@@ -58,6 +61,8 @@ type BuildRequest struct {
 	// Pull is called before the image is pulled, and not if it is there. Whoever has
 	// returned an error is not to.
 	Pull func() error
+	// Credentials are those of the namespace for a registry.
+	Credentials func(registry string) (user, password string, ok bool)
 	// TrustCA is the certificate (PEM) that programs in the sandbox are to trust; nil
 	// is none.
 	TrustCA []byte
@@ -69,6 +74,8 @@ type Config struct {
 	Dir     string
 	Engine  engine.Engine
 	Builder Builder
+	// Images has the images that the builder finds; nil knows nothing of them.
+	Images ImageStore
 	// Capacity is how much memory sandboxes may reserve together.
 	Capacity uint64
 	// Starts is how many machines are started at once; 0 decides by the host's
@@ -116,6 +123,7 @@ type Manager struct {
 	// fetchTurns are of snapshots that are fetched.
 	turns, buildTurns, fetchTurns, captureTurns, adoptTurns *turns
 	secrets                                                 *secretStore
+	logins                                                  *loginStore
 	// authorities are the CAs of namespaces, injections the machines that are shown them.
 	authorities *authorityStore
 	injections  injections
@@ -128,6 +136,7 @@ type Manager struct {
 	processor engine.Processor
 	cordon    *cordon
 	changes   *changes
+	tally     *tally
 	watchers  watchers
 	// watchesBegin holds a token for each watch that reads all that there is.
 	watchesBegin chan struct{}
@@ -162,7 +171,6 @@ type Manager struct {
 	requests  map[string]*request        // those with an idempotency key, likewise
 	restoring map[sandbox.Key]int        // checkpoints that sandboxes are being made of; -1 is one that is being deleted
 	parked    map[sandbox.ID]sandbox.Key // machines that wait in pools
-	digests   map[sandbox.ID]string      // of snapshots, as far as they were asked for
 }
 
 // The journal's collections. Sandboxes are kept by id, the rest by key.
@@ -194,6 +202,10 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	if err != nil {
 		return nil, errors.Join(err, db.Close())
 	}
+	logins, err := openLogins(filepath.Join(cfg.Dir, loginsDir), cfg.Key)
+	if err != nil {
+		return nil, errors.Join(err, db.Close())
+	}
 	if cfg.Observer == nil {
 		cfg.Observer = sandbox.Observers()
 	}
@@ -220,12 +232,12 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	if err := db.View(func(tx *journal.Tx) error { version = tx.Version(); return nil }); err != nil {
 		return nil, errors.Join(err, db.Close())
 	}
-	kept := newChanges(version)
-	db.ObserveCommits(kept.note)
+	kept, counted := newChanges(version), newTally()
+	db.ObserveCommits(func(c journal.Commit) { kept.note(c); counted.note(c) })
 	m := &Manager{
-		cordon: &cordon{changed: make(chan struct{})}, digests: map[sandbox.ID]string{},
-		changes: kept, statusChanged: make(chan struct{}, 1), watchesBegin: make(chan struct{}, watchesBegin),
-		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities,
+		cordon:  &cordon{changed: make(chan struct{})},
+		changes: kept, tally: counted, statusChanged: make(chan struct{}, 1), watchesBegin: make(chan struct{}, watchesBegin),
+		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities, logins: logins,
 		turns: newTurns(cfg.Starts), buildTurns: newLongTurns(cfg.Builds, "build"), captureTurns: newLongTurns(cfg.Captures, "capture a sandbox"),
 		fetchTurns: newLongTurns(fetches, "fetch a snapshot"), serves: peer.NewServer(cfg.Serves),
 		adoptTurns: newLongTurns(adoptions, "take over a machine"),
@@ -303,6 +315,7 @@ const (
 	secretsDir     = "secrets"
 	authoritiesDir = "authorities"
 	fetchingDir    = "fetching"
+	loginsDir      = "registries"
 )
 
 func (m *Manager) machineDir(id sandbox.ID) string {
@@ -341,6 +354,9 @@ func (m *Manager) recover(ctx context.Context) error {
 		}); err != nil {
 			return err
 		}
+		if err := m.tally.read(tx, found); err != nil {
+			return err
+		}
 		unanswered, err := settleForks(tx)
 		if err != nil {
 			return err
@@ -375,6 +391,8 @@ func (m *Manager) recover(ctx context.Context) error {
 	}
 	m.adoptAll()
 	m.work.Go(m.keepPrograms) // an earlier daemon may not have come to it
+	// So that whoever asks first need not wait for all; it is told what went wrong.
+	m.work.Go(func() { _, _ = m.CheckpointBytes() })
 	return nil
 }
 

@@ -44,6 +44,7 @@ type member struct {
 	conns    int                // connections to its ports
 	used     sandbox.Clock      // runs while it runs and nobody uses it
 	timer    *time.Timer        // for whichever of its timeouts is next
+	expiring bool               // expire waits to do what one of them says, or does it
 	patient  time.Time          // before which none is acted upon: it was tried in vain
 }
 
@@ -145,17 +146,35 @@ func (b *member) attach(sb engine.Sandbox) bool {
 	return !detached
 }
 
-// died ends a sandbox whose machine has ended by itself.
+// died ends a sandbox whose machine has ended by itself. While that cannot be written it is
+// tried again: nobody else would find out.
 func (b *member) died(sb engine.Sandbox) {
-	if b.lock(b.manager.ctx) != nil {
-		return // the next daemon finds out
+	m := b.manager
+	for pause := retryExpiry; b.lock(m.ctx) == nil; pause = min(2*pause, retryRefused) {
+		err := b.endDead(sb)
+		over := b.now().State == sandbox.Ended
+		b.unlock()
+		if err != nil && (over || pause == retryExpiry) { // said once
+			m.cfg.Log.Error("end a sandbox that has died", "sandbox", b.id, "error", err)
+		}
+		if err == nil || over {
+			return
+		}
+		select {
+		case <-time.After(pause):
+		case <-m.ctx.Done(): // the next daemon finds out
+			return
+		}
 	}
-	defer b.unlock()
+}
+
+// endDead is one attempt of died, by whoever has the turn.
+func (b *member) endDead(sb engine.Sandbox) error {
 	b.mu.Lock()
 	mine := b.machine == sb
 	b.mu.Unlock()
 	if !mine {
-		return // it was hibernated, or killed by request
+		return nil // it was hibernated, or killed by request
 	}
 	cause := sb.Wait()
 	reason, detail := sandbox.ReasonCrashed, cause.Error()
@@ -167,9 +186,7 @@ func (b *member) died(sb engine.Sandbox) {
 	case errors.Is(cause, engine.ErrPoweredOff):
 		reason = sandbox.ReasonExited
 	}
-	if err := b.ended(reason, detail); err != nil {
-		b.manager.cfg.Log.Error("end a sandbox that has died", "sandbox", b.id, "error", err)
-	}
+	return b.ended(reason, detail)
 }
 
 // ended ends the sandbox in the journal, and then what is left of it: whoever

@@ -23,7 +23,9 @@ import (
 type network struct {
 	mu       sync.Mutex // protects all following fields
 	joined   map[sandbox.ID]Joint
-	captures int // that were begun and not collected
+	joins    []Joint       // all that there were
+	builds   policy.Policy // what builds may connect to whose template does not say
+	captures int           // that were begun and not collected
 	noWire   bool
 	refuse   error // what SetPolicies answers
 	kept     int
@@ -31,7 +33,9 @@ type network struct {
 	follower chan struct{}
 }
 
-func newNetwork() *network { return &network{joined: map[sandbox.ID]Joint{}} }
+func newNetwork() *network {
+	return &network{joined: map[sandbox.ID]Joint{}, builds: policy.Policy{Egress: policy.AllowByDefault}}
+}
 
 func (n *network) Join(_ context.Context, at Joint) error {
 	n.mu.Lock()
@@ -40,6 +44,7 @@ func (n *network) Join(_ context.Context, at Joint) error {
 		return engine.ErrNoWire
 	}
 	n.joined[at.Machine] = at
+	n.joins = append(n.joins, at)
 	return nil
 }
 
@@ -114,7 +119,12 @@ func (n *network) Keep(context.Context) error { n.kept++; return nil }
 func (n *network) Use(context.Context, sandbox.Namespace) map[sandbox.ID]sandbox.NetworkUse {
 	return nil
 }
-func (n *network) BuildPolicy() policy.Policy { return policy.Policy{Egress: policy.AllowByDefault} }
+
+func (n *network) BuildPolicy() policy.Policy {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.builds
+}
 
 // of is how the machine of a sandbox is joined.
 func (n *network) of(t *testing.T, m *Manager, name string) (Joint, bool) {

@@ -24,21 +24,24 @@ func (m *Manager) offered(digest string) (found sandbox.Build, err error) {
 	if _, err := snapshot.ParseID(digest); err != nil {
 		return found, sandbox.Invalid("snapshot", "%v", err)
 	}
-	var ready []sandbox.Build
-	err = m.db.View(func(tx *journal.Tx) error {
-		return builds.Each(tx, "", func(_ string, b sandbox.Build) error {
-			if b.Phase == sandbox.PhaseReady {
-				ready = append(ready, b)
-			}
-			return nil
-		})
-	})
+	all, err := m.tally.nodeSnapshots(m.digest)
 	if err != nil {
 		return found, err
 	}
-	for _, b := range ready {
-		if has, err := m.digest(b.Snapshot); err == nil && has == digest {
-			return b, nil
+	for _, s := range all {
+		if s.Digest != digest {
+			continue
+		}
+		err := m.db.View(func(tx *journal.Tx) error {
+			return builds.Each(tx, s.Template.String()+"/"+s.Revision+"/"+string(s.Stage), func(_ string, b sandbox.Build) error {
+				if has, digestErr := m.digest(b.Snapshot); b.Phase == sandbox.PhaseReady && digestErr == nil && has == digest {
+					found = b
+				}
+				return nil
+			})
+		})
+		if err != nil || found.Snapshot != "" {
+			return found, err
 		}
 	}
 	return found, sandbox.Errorf(sandbox.CodeNotFound, "no template here has the snapshot %s", digest).

@@ -107,6 +107,7 @@ func putOwner(tx *journal.Tx, s sandbox.Sandbox, asked map[string]string) error 
 // ownerOf is what is known of an owner, if it is. One that is new is refused where too many
 // have ended.
 func (m *Manager) ownerOf(n sandbox.Namespace, owner sandbox.UID) (r ownerRecord, found bool, err error) {
+	past := 0
 	err = m.db.View(func(tx *journal.Tx) error {
 		if r, found, err = owners.Get(tx, ownerKey(n, owner)); err != nil {
 			return err
@@ -114,14 +115,24 @@ func (m *Manager) ownerOf(n sandbox.Namespace, owner sandbox.UID) (r ownerRecord
 		if found = found && !r.over(time.Now()); found {
 			return nil
 		}
-		past, _, err := ownersEnded.Get(tx, string(n))
-		if err == nil && past >= maxOwnersEnded {
-			err = sandbox.Errorf(sandbox.CodeCapacity, "namespace %s has %d owners whose sandboxes have ended", n, past).
-				Try("Release those that their controllers need no more")
-		}
+		past, _, err = ownersEnded.Get(tx, string(n))
 		return err
 	})
-	return r, found, err
+	if err != nil || found || past < maxOwnersEnded {
+		return r, found, err
+	}
+	if err := m.forgetOverOwners(time.Now()); err != nil {
+		return r, false, err
+	}
+	err = m.db.View(func(tx *journal.Tx) error {
+		past, _, err = ownersEnded.Get(tx, string(n))
+		return err
+	})
+	if err == nil && past >= maxOwnersEnded {
+		err = sandbox.Errorf(sandbox.CodeCapacity, "namespace %s has %d owners whose sandboxes have ended", n, past).
+			Try("Release those that their controllers need no more")
+	}
+	return r, false, err
 }
 
 // askedBy has a digest of each field that a claim sets, but for what may differ when it is
@@ -196,26 +207,45 @@ func endOwner(tx *journal.Tx, s sandbox.Sandbox) error {
 	}
 	r.Ended, r.Reason, r.Detail = s.Ended, s.Reason, strings.ToValidUTF8(s.Detail[:min(len(s.Detail), maxOwnerDetail)], "")
 	past, _, err := ownersEnded.Get(tx, string(r.Namespace))
-	return errors.Join(err, owners.Put(tx, r.key(), r), ownersByEnd.Put(tx, journal.TimeKey(r.Ended, r.key()), r.key()),
-		ownersEnded.Put(tx, string(r.Namespace), past+1), forgetOldOwners(tx, s.Ended))
+	err = errors.Join(err, owners.Put(tx, r.key(), r), ownersByEnd.Put(tx, journal.TimeKey(r.Ended, r.key()), r.key()),
+		ownersEnded.Put(tx, string(r.Namespace), past+1))
+	_, forgetErr := forgetOldOwners(tx, s.Ended, forgetStep)
+	return errors.Join(err, forgetErr)
 }
 
-// forgetOldOwners forgets some of those that are over.
-func forgetOldOwners(tx *journal.Tx, now time.Time) error {
-	for range forgetStep {
+// ownersStep is how many owners a transaction forgets that does nothing else.
+const ownersStep = 256
+
+// forgetOverOwners forgets all that are over: also where no sandbox of an owner ends any more.
+func (m *Manager) forgetOverOwners(now time.Time) error {
+	for more := true; more; {
+		err := m.db.Update(func(tx *journal.Tx) (err error) {
+			more, err = forgetOldOwners(tx, now, ownersStep)
+			return err
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// forgetOldOwners forgets some of those that are over, and says whether there may be more.
+func forgetOldOwners(tx *journal.Tx, now time.Time, most int) (more bool, err error) {
+	for range most {
 		at, key, found, err := ownersByEnd.First(tx, "")
 		if err != nil || !found || at > journal.TimeKey(now.Add(-keepOwners), "") {
-			return err
+			return false, err
 		}
 		r, found, err := owners.Get(tx, key)
 		if err == nil && found {
 			err = forgetOwner(tx, r)
 		}
 		if err = errors.Join(err, ownersByEnd.Delete(tx, at)); err != nil {
-			return err
+			return false, err
 		}
 	}
-	return nil
+	return true, nil
 }
 
 // forgetOwner forgets an owner whose sandbox has ended.
@@ -229,11 +259,17 @@ func forgetOwner(tx *journal.Tx, r ownerRecord) error {
 	return errors.Join(err, owners.Delete(tx, r.key()), ownersByEnd.Delete(tx, journal.TimeKey(r.Ended, r.key())))
 }
 
-// ReleaseOwner forgets an owner whose sandbox has ended: a claim of it makes another one.
+// ReleaseOwner forgets an owner whose sandbox has ended: a claim of it makes another one. It
+// waits for a claim that is under way: that may be going to have a sandbox.
 func (m *Manager) ReleaseOwner(ctx context.Context, r sandbox.ReleaseRequest) error {
 	if err := errors.Join(m.begin(), sandbox.MayGive(ctx, r.Owner)); err != nil {
 		return err
 	}
+	done, err := m.ownerTurns.take(ctx, ownerKey(r.Namespace, r.Owner))
+	if err != nil {
+		return fmt.Errorf("release the owner %s: %w", r.Owner, err)
+	}
+	defer done()
 	return m.db.Update(func(tx *journal.Tx) error {
 		of, found, err := owners.Get(tx, ownerKey(r.Namespace, r.Owner))
 		switch {

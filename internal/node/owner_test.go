@@ -368,6 +368,7 @@ func TestOwnerKilled(t *testing.T) {
 		h.Step = take
 		m.db.ObserveCommits(func(c journal.Commit) {
 			m.changes.note(c)
+			m.tally.note(c)
 			take()
 		})
 		for _, step := range []struct {
@@ -427,4 +428,63 @@ func TestOwnerKilled(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestReleaseWhileItIsClaimed: an owner whose claim is under way is not told to be free.
+func TestReleaseWhileItIsClaimed(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
+		var releases []func()
+		for range m.cfg.Starts { // no machine is started any more
+			release, err := m.turns.take(t.Context(), sandbox.DefaultNamespace)
+			must(t, err)
+			releases = append(releases, release)
+		}
+		claimed := make(chan error, 1)
+		go func() { claimed <- third(m.Claim(owning(t), ownedClaim())) }()
+		synctest.Wait()
+		released := make(chan error, 1)
+		go func() {
+			released <- m.ReleaseOwner(owning(t), sandbox.ReleaseRequest{Namespace: sandbox.DefaultNamespace, Owner: uid})
+		}()
+		synctest.Wait()
+		for _, r := range releases {
+			r()
+		}
+		must(t, <-claimed)
+		if err := <-released; !sandbox.HasCode(err, sandbox.CodeConflict) {
+			t.Errorf("released: %v", err)
+		}
+	})
+}
+
+// TestOwnersThatAreOverMakeRoom: owners that are not known any more do not keep new ones out.
+func TestOwnersThatAreOverMakeRoom(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
+		claimFor(t, m, ownedClaim())
+		must(t, second(m.Kill(owning(t), key("a"))))
+		must(t, m.db.Update(func(tx *journal.Tx) error {
+			return ownersEnded.Put(tx, string(sandbox.DefaultNamespace), maxOwnersEnded)
+		}))
+		next := ownedClaim(func(r *sandbox.ClaimRequest) { r.Owner = "next" })
+		if _, _, err := m.Claim(owning(t), next); !sandbox.HasCode(err, sandbox.CodeCapacity) {
+			t.Errorf("%v", err)
+		}
+		time.Sleep(keepOwners + time.Second)
+		claimFor(t, m, next)
+	})
+}
+
+// TestOwnersAreForgotten: also where no sandbox of an owner ends any more.
+func TestOwnersAreForgotten(t *testing.T) {
+	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
+		for i := range ownersStep + 2 {
+			r := ownedClaim(func(r *sandbox.ClaimRequest) { r.Owner = sandbox.UID(fmt.Sprintf("o-%d", i)) })
+			claimFor(t, m, r)
+			must(t, second(m.Kill(owning(t), r.Key)))
+		}
+		wantOwners(t, m, ownersStep+2, ownersStep+2)
+		time.Sleep(keepOwners + forksEvery)
+		synctest.Wait()
+		wantOwners(t, m, 0, 0)
+	})
 }

@@ -124,6 +124,8 @@ func (m *Manager) ApplyPool(ctx context.Context, k sandbox.Key, spec sandbox.Poo
 		return sandbox.Pool{}, err
 	}
 	defer m.poolTurns.lock(k)()
+	// Nobody deletes the template meanwhile.
+	defer m.templateTurns.lock(sandbox.Key{Namespace: k.Namespace, Name: spec.Template})()
 	p := sandbox.Pool{Key: k, Spec: spec, Created: time.Now().UTC()}
 	err := m.db.Update(func(tx *journal.Tx) error {
 		if _, found, err := templates.Get(tx, sandbox.Key{Namespace: k.Namespace, Name: spec.Template}.String()); err != nil || !found {

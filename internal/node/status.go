@@ -76,14 +76,11 @@ func (m *Manager) recordStatus(written map[sandbox.Key]sandbox.PoolStatus, node 
 	now := m.poolsNow()
 	maps.DeleteFunc(written, func(k sandbox.Key, _ sandbox.PoolStatus) bool { _, there := now[k]; return !there })
 	maps.DeleteFunc(now, func(k sandbox.Key, st sandbox.PoolStatus) bool { old, ok := written[k]; return ok && old == st })
-	load, err := m.load()
-	if err != nil {
-		return err
-	}
+	load := m.load()
 	if len(now) == 0 && load == *node {
 		return nil
 	}
-	err = m.db.Update(func(tx *journal.Tx) error {
+	err := m.db.Update(func(tx *journal.Tx) error {
 		for k, st := range now {
 			if _, there := pools.Version(tx, k.String()); !there {
 				continue // it was deleted meanwhile
@@ -117,25 +114,12 @@ func (m *Manager) poolsNow() map[sandbox.Key]sandbox.PoolStatus {
 }
 
 // load is what the node has.
-func (m *Manager) load() (nodeRecord, error) {
+func (m *Manager) load() nodeRecord {
 	n := nodeRecord{Reserved: m.capacity.reserved(), Starts: m.turns.waiting(), Builds: m.buildTurns.waiting()}
-	running := 0
-	for _, b := range m.members() {
-		switch s := b.latest().State; {
-		case s == sandbox.Starting || s == sandbox.Ended:
-			continue
-		case s == sandbox.Hibernated:
-			n.Hibernated++
-		case runs(s):
-			running++
-		}
-		n.Sandboxes++
-	}
+	var running int
+	n.Sandboxes, running, n.Hibernated, n.Checkpoints = m.tally.live()
 	if c := m.cordon.shown(running); c != nil {
 		n.Left, n.Problems = c.Left, len(c.Problems)
 	}
-	err := m.db.View(func(tx *journal.Tx) error {
-		return checkpoints.Keys(tx, "", func(string, uint64) error { n.Checkpoints++; return nil })
-	})
-	return n, err
+	return n
 }

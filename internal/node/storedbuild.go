@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 
 	"agentrun.dev/internal/node/buildlog"
@@ -11,30 +12,63 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// pulled are the images that builds have pulled, by the names that templates have for them.
-// They go with the last template; those that somebody else has put there stay.
-var pulled = journal.Collection[pulledImage]("pulled")
+// pulls are the images that builds have pulled, by the namespaces that have pulled them and
+// the names that templates have for them. They go with the last template of the namespace;
+// those that somebody else has put there stay.
+//
+// pulled has those of AgentRuns in which images belonged to no namespace. They are
+// published, and go with the last template of any namespace.
+var (
+	pulls  = journal.Collection[pulledImage]("pulls")
+	pulled = journal.Collection[pulledImage]("pulled")
+)
 
 type pulledImage struct {
-	Name string `json:"name"`
+	Namespace sandbox.Namespace `json:"namespace,omitempty"`
+	Name      string            `json:"name"`
+}
+
+// key is that of a record in pulls, or in pulled. No name has a space.
+func (p pulledImage) key() string {
+	if p.Namespace == "" {
+		return p.Name
+	}
+	return string(p.Namespace) + " " + p.Name
+}
+
+func (p pulledImage) in() journal.Collection[pulledImage] {
+	if p.Namespace == "" {
+		return pulled
+	}
+	return pulls
+}
+
+// pulledFor reports whether builds have pulled an image that a template of a namespace names.
+func (m *Manager) pulledFor(n sandbox.Namespace, name string) (found bool, err error) {
+	err = m.db.View(func(tx *journal.Tx) error {
+		for _, p := range []pulledImage{{n, name}, {"", name}} {
+			if !found && err == nil {
+				_, found, err = p.in().Get(tx, p.key())
+			}
+		}
+		return err
+	})
+	return found, err
 }
 
 // notePull is called before a build pulls an image: a daemon that comes after a crash
 // knows, too, whose it is.
-func (m *Manager) notePull(name string) error {
+func (m *Manager) notePull(n sandbox.Namespace, name string) error {
 	m.imageTurn.Lock()
 	defer m.imageTurn.Unlock()
-	return m.db.Update(func(tx *journal.Tx) error { return pulled.Put(tx, name, pulledImage{name}) })
+	p := pulledImage{n, name}
+	return m.db.Update(func(tx *journal.Tx) error { return pulls.Put(tx, p.key(), p) })
 }
 
 // countBuild counts what a build that is over takes on disk in the quota of its namespace,
-// or refuses it. One that has failed has its log alone, which is bounded.
+// or refuses it.
 func (m *Manager) countBuild(b *sandbox.Build, image string) error {
-	var found bool
-	err := m.db.View(func(tx *journal.Tx) (err error) {
-		_, found, err = pulled.Get(tx, image)
-		return err
-	})
+	found, err := m.pulledFor(b.Template.Namespace, image)
 	if err != nil {
 		return err
 	}
@@ -47,13 +81,20 @@ func (m *Manager) countBuild(b *sandbox.Build, image string) error {
 	return m.capacity.store(b.Template.Namespace, b.Kept, b.Shares()...)
 }
 
-// countFailed is countBuild for a build that has failed. It refuses nothing.
+// countFailed is countBuild for a build that has failed, of which its log is left. Where the
+// quota has no room for that, it is removed, and the build says so.
 func (m *Manager) countFailed(b *sandbox.Build) (err error) {
 	b.Pulled = 0
-	if b.Kept, err = m.measureBuild(*b); err == nil {
-		m.capacity.keep(b.Template.Namespace, b.Kept)
+	if b.Kept, err = m.measureBuild(*b); err != nil {
+		return err
 	}
-	return err
+	refused := m.capacity.store(b.Template.Namespace, b.Kept)
+	if refused == nil {
+		return nil
+	}
+	b.Kept = 0
+	b.Problem += fmt.Sprintf(" (its log is not kept: the quota of namespace %s has no room for it)", b.Template.Namespace)
+	return buildlog.Remove(m.logFile(b.Snapshot))
 }
 
 // measureBuild is what a build's snapshot, which has a copy of the image's root
@@ -75,45 +116,47 @@ func (m *Manager) uncountBuild(b sandbox.Build) {
 	}
 }
 
-// dropImages removes images that builds have pulled and that no template has any more.
+// dropImages removes images that builds have pulled and that no template of theirs has any
+// more.
 func (m *Manager) dropImages() error {
 	m.imageTurn.Lock()
 	defer m.imageTurn.Unlock()
-	unused := map[string]bool{}
+	unused := map[pulledImage]bool{}
+	note := func(_ string, p pulledImage) error {
+		unused[p] = true
+		return nil
+	}
 	err := m.db.View(func(tx *journal.Tx) error {
-		err := pulled.Each(tx, "", func(name string, _ pulledImage) error {
-			unused[name] = true
-			return nil
-		})
-		if err != nil || len(unused) == 0 {
+		if err := errors.Join(pulls.Each(tx, "", note), pulled.Each(tx, "", note)); err != nil || len(unused) == 0 {
 			return err
 		}
 		return templates.Each(tx, "", func(_ string, t sandbox.Template) error {
-			delete(unused, t.Spec.Image)
+			delete(unused, pulledImage{t.Namespace, t.Spec.Image})
+			delete(unused, pulledImage{"", t.Spec.Image})
 			return nil
 		})
 	})
-	for name := range unused {
-		err = errors.Join(err, m.dropImage(name))
+	for p := range unused {
+		err = errors.Join(err, m.dropImage(p))
 	}
 	return err
 }
 
 // dropImage removes an image that a build has pulled. One that is in use is tried again
 // with the next build that ends. The caller has the turn of images.
-func (m *Manager) dropImage(name string) error {
-	gone, err := m.cfg.Builder.DropImage(context.WithoutCancel(m.ctx), name)
+func (m *Manager) dropImage(p pulledImage) error {
+	gone, err := m.cfg.Builder.DropImage(context.WithoutCancel(m.ctx), p.Namespace, p.Name)
 	if err != nil || !gone {
 		return err
 	}
-	return m.db.Update(func(tx *journal.Tx) error { return pulled.Delete(tx, name) })
+	return m.db.Update(func(tx *journal.Tx) error { return p.in().Delete(tx, p.key()) })
 }
 
 // dropRefused removes the image of a build that its quota has refused, unless another build
-// is charged for it: otherwise it would be there, and count for nobody.
+// of the namespace is charged for it: otherwise it would be there, and count for nobody.
 func (m *Manager) dropRefused(b sandbox.Build, image string) error {
 	for _, share := range b.Shares() {
-		if m.capacity.isShared(share.ID) {
+		if m.capacity.isShared(b.Template.Namespace, share.ID) {
 			return nil
 		}
 	}
@@ -122,7 +165,7 @@ func (m *Manager) dropRefused(b sandbox.Build, image string) error {
 	}
 	m.imageTurn.Lock()
 	defer m.imageTurn.Unlock()
-	return m.dropImage(image)
+	return m.dropImage(pulledImage{b.Template.Namespace, image})
 }
 
 // builds adds up what builds have left that an earlier program has not counted.

@@ -2,12 +2,18 @@ package node
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
 
+	"agentrun.dev/internal/node/journal"
 	"agentrun.dev/internal/node/nodetest"
 	"agentrun.dev/internal/sandbox"
 )
@@ -17,18 +23,20 @@ import (
 type puller struct {
 	builder
 
-	mu     sync.Mutex // protects all following fields
-	images map[string]bool
-	busy   bool // an image that is dropped is in use
+	mu     sync.Mutex      // protects all following fields
+	images map[string]bool // as a template names them, or with the namespace that pulled them
+	busy   bool            // an image that is dropped is in use
 }
 
+func nameIn(n sandbox.Namespace, name string) string { return string(n) + " " + name }
+
 func (p *puller) Build(ctx context.Context, req BuildRequest) (sandbox.Built, error) {
-	if !p.has(req.Spec.Image) {
+	if own := nameIn(req.Namespace, req.Spec.Image); !p.has(req.Spec.Image) && !p.has(own) {
 		if err := req.Pull(); err != nil {
 			return sandbox.Built{}, err
 		}
 		p.mu.Lock()
-		p.images[req.Spec.Image] = true
+		p.images[own] = true
 		p.mu.Unlock()
 	}
 	built, err := p.builder.Build(ctx, req)
@@ -42,11 +50,11 @@ func (p *puller) has(name string) bool {
 	return p.images[name]
 }
 
-func (p *puller) DropImage(_ context.Context, name string) (bool, error) {
+func (p *puller) DropImage(_ context.Context, n sandbox.Namespace, name string) (bool, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !p.busy {
-		delete(p.images, name)
+		delete(p.images, pulledImage{n, name}.key())
 	}
 	return !p.busy, nil
 }
@@ -96,7 +104,10 @@ func TestStorageOfBuilds(t *testing.T) {
 		wantStored(t, m, own, 2*with+image)
 		apply(key("three"), "local") // a revision without it
 		wantStored(t, m, own, 2*with)
-		if !p.has("remote") {
+		if p.has(nameIn(own, "remote")) {
+			t.Error("the namespace has the image still")
+		}
+		if !p.has(nameIn("other", "remote")) {
 			t.Error("the image of another namespace's template was dropped")
 		}
 		p.busy = true
@@ -105,11 +116,37 @@ func TestStorageOfBuilds(t *testing.T) {
 		p.busy = false
 		must(t, m.DeleteTemplate(ctx, key("one")), m.DeleteTemplate(ctx, key("three")))
 		wantStored(t, m, own, 0)
-		if p.has("remote") || !p.has("local") {
+		if len(p.images) != 1 || !p.has("local") {
 			t.Errorf("the images that are left: %v", p.images)
 		}
 		if q, err := m.QuotaOf(ctx, own); err != nil || q.UsedStorage != 0 {
 			t.Errorf("%d bytes are left (%v)", q.UsedStorage, err)
+		}
+	})
+}
+
+// TestPulledBefore: an image that an AgentRun has pulled in which images belonged to no
+// namespace is published, counts for each namespace whose templates name it, and goes with
+// the last of them.
+func TestPulledBefore(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, h := t.TempDir(), nodetest.NewHost(t)
+		p := &puller{builder: builder{pages: layerPages}, images: map[string]bool{"old": true}}
+		m := daemon(t, dir, h, func(c *Config) { c.Builder = p })
+		defer func() { _ = m.Close() }()
+		must(t, m.db.Update(func(tx *journal.Tx) error { return pulled.Put(tx, "old", pulledImage{Name: "old"}) }))
+		for _, k := range []sandbox.Key{key("a"), other("a")} {
+			must(t, second(m.ApplyTemplate(t.Context(), k, sandbox.TemplateSpec{Image: "old", MilliCPUs: 1000, Memory: 64 * mib})))
+		}
+		wantStored(t, m, sandbox.DefaultNamespace, 4)
+		wantStored(t, m, "other", 4)
+		must(t, m.DeleteTemplate(t.Context(), key("a")))
+		if !p.has("old") {
+			t.Error("it went while another namespace's template named it")
+		}
+		must(t, m.DeleteTemplate(t.Context(), other("a")))
+		if p.has("old") {
+			t.Error("it is left")
 		}
 	})
 }
@@ -138,7 +175,7 @@ func TestBuildBeyondQuota(t *testing.T) {
 		}
 		wantStored(t, m, sandbox.DefaultNamespace, 0)
 		wantFolders(t, m, snapshotsDir, 0)
-		if p.has("remote") {
+		if len(p.images) > 0 {
 			t.Error("its image is left")
 		}
 		quota(5 * mib)
@@ -191,5 +228,63 @@ func TestBuildsOfOneNamespace(t *testing.T) {
 			t.Errorf("%+v", o)
 		}
 		must(t, second(m.ApplyTemplate(ctx, key("late"), spec)))
+	})
+}
+
+// talker is a builder whose builds write much and fail.
+type talker struct{ builder }
+
+func (*talker) Build(_ context.Context, req BuildRequest) (sandbox.Built, error) {
+	if _, err := req.Log.Write(make([]byte, 600<<10)); err != nil {
+		return sandbox.Built{}, err
+	}
+	return sandbox.Built{}, errors.New("it does not work")
+}
+
+// TestLogsStayInQuota: logs of builds that have failed take no more of the disk than the quota
+// has room for. One that is not kept says so, and the build's reason is there.
+func TestLogsStayInQuota(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir := t.TempDir()
+		m := daemon(t, dir, nodetest.NewHost(t), func(c *Config) { c.Builder = &talker{} })
+		defer func() { _ = m.Close() }()
+		const quota = mib
+		must(t, second(m.SetQuota(t.Context(), sandbox.Quota{Namespace: sandbox.DefaultNamespace, Storage: quota})))
+		for i, kept := range []bool{true, false, false} {
+			k := key(fmt.Sprint("t", i))
+			made, err := m.ApplyTemplate(t.Context(), k, sandbox.TemplateSpec{Image: "x", MilliCPUs: 1000, Memory: 64 * mib})
+			must(t, err)
+			synctest.Wait()
+			built, err := m.Builds(t.Context(), made)
+			if err != nil || len(built) != 1 || built[0].Phase != sandbox.PhaseFailed || !strings.Contains(built[0].Problem, "it does not work") {
+				t.Fatalf("%+v, %v", built, err)
+			}
+			err = m.CopyBuildLog(t.Context(), sandbox.BuildLogRequest{Key: k, Stage: sandbox.AfterReady}, io.Discard)
+			if kept != (err == nil) || kept == strings.Contains(built[0].Problem, "its log is not kept") {
+				t.Errorf("the log of build %d: %v; the build: %s", i, err, built[0].Problem)
+			}
+			if !kept && (!sandbox.HasCode(err, sandbox.CodeNotReady) || !strings.Contains(err.Error(), "quota of namespace default")) {
+				t.Errorf("%v", err)
+			}
+			q, err := m.QuotaOf(t.Context(), sandbox.DefaultNamespace)
+			must(t, err)
+			onDisk := uint64(0)
+			files, err := filepath.Glob(filepath.Join(dir, logsDir, "*"))
+			must(t, err)
+			for _, file := range files {
+				info, err := os.Stat(file)
+				must(t, err)
+				onDisk += uint64(info.Size())
+			}
+			if q.UsedStorage > quota || q.UsedStorage != onDisk {
+				t.Errorf("%d bytes count, %d are on disk, of %d", q.UsedStorage, onDisk, quota)
+			}
+		}
+		for i := range 3 {
+			must(t, m.DeleteTemplate(t.Context(), key(fmt.Sprint("t", i))))
+		}
+		if q, err := m.QuotaOf(t.Context(), sandbox.DefaultNamespace); err != nil || q.UsedStorage != 0 {
+			t.Errorf("%d bytes are left (%v)", q.UsedStorage, err)
+		}
 	})
 }

@@ -23,14 +23,18 @@ func (b *member) arm() {
 	default:
 		b.used.Start(now)
 	}
-	next, limited := b.next(now)
-	if !limited || b.detached {
-		return
+	if wait, limited := b.wait(now); limited && !b.detached {
+		b.timer = time.AfterFunc(wait, b.expire)
 	}
-	if next.byClock {
+}
+
+// wait is for how long nothing is to be done, if anything ever is. The caller holds b.mu.
+func (b *member) wait(now time.Time) (wait time.Duration, limited bool) {
+	next, limited := b.next(now, b.expiring)
+	if !b.record.Expires.IsZero() { // also where another timeout is the next
 		next.left = min(next.left, clockEvery)
 	}
-	b.timer = time.AfterFunc(max(next.left, b.patient.Sub(now)), b.expire)
+	return max(next.left, b.patient.Sub(now)), limited
 }
 
 // clockEvery is how often the clock is looked at for a sandbox with an end time, at least:
@@ -42,43 +46,48 @@ type timeUp struct {
 	left   time.Duration
 	why    sandbox.Reason
 	action sandbox.TimeoutAction
-	// byClock says that it is a time of the clock on the wall.
-	byClock bool
 }
 
-// next is the next of the sandbox's timeouts, if it has any. The caller holds b.mu.
-func (b *member) next(now time.Time) (next timeUp, limited bool) {
+// cuts reports whether it does not wait for what is being done with the sandbox, which does
+// not make its life longer. It is not idle meanwhile.
+func (t timeUp) cuts() bool {
+	return t.why == sandbox.ReasonTimeout && t.action == sandbox.TimeoutKill
+}
+
+// next is the next of the sandbox's timeouts, if it has any, or of those that cut. The caller
+// holds b.mu.
+func (b *member) next(now time.Time, cuts bool) (next timeUp, limited bool) {
 	r := b.record
 	if r.State == sandbox.Starting || r.State == sandbox.Ended {
 		return next, false
 	}
 	sooner := func(t timeUp) {
-		if !limited || t.left < next.left {
+		if (!limited || t.left < next.left) && (!cuts || t.cuts()) {
 			next, limited = t, true
 		}
 	}
 	if !r.Expires.IsZero() {
-		sooner(timeUp{max(0, r.Expires.Sub(now)), sandbox.ReasonTimeout, sandbox.TimeoutKill, true})
+		sooner(timeUp{max(0, r.Expires.Sub(now)), sandbox.ReasonTimeout, sandbox.TimeoutKill})
 	}
 	if r.State != sandbox.Running {
 		return next, limited
 	}
 	action := cmp.Or(r.OnTimeout, sandbox.TimeoutKill)
 	if life, ok := r.Clock.Left(r.Timeout, now); ok {
-		sooner(timeUp{life, sandbox.ReasonTimeout, action, false})
+		sooner(timeUp{life, sandbox.ReasonTimeout, action})
 	}
 	if b.users > 0 {
 		return next, limited
 	}
 	if idle, ok := b.used.Left(r.IdleTimeout, now); ok {
-		sooner(timeUp{idle, sandbox.ReasonIdle, action, false})
+		sooner(timeUp{idle, sandbox.ReasonIdle, action})
 	}
 	return next, limited
 }
 
 // due is next, and whether that timeout is to be acted upon now. The caller holds b.mu.
-func (b *member) due(now time.Time) (next timeUp, due bool) {
-	next, limited := b.next(now)
+func (b *member) due(now time.Time, cuts bool) (next timeUp, due bool) {
+	next, limited := b.next(now, cuts)
 	return next, limited && next.left == 0 && !now.Before(b.patient)
 }
 
@@ -86,19 +95,22 @@ func (b *member) due(now time.Time) (next timeUp, due bool) {
 func (b *member) expire() {
 	m := b.manager
 	b.mu.Lock()
-	up, due := b.due(time.Now())
-	// What is done with a sandbox does not make its life longer. It is not idle meanwhile.
-	cut := due && up.why == sandbox.ReasonTimeout && up.action == sandbox.TimeoutKill
+	up, due := b.due(time.Now(), b.expiring)
 	if !due {
 		b.arm() // the clock was to be looked at
+	}
+	lock := b.lock
+	switch {
+	case due && up.cuts():
+		lock = b.lockToEnd
+	case due:
+		b.expiring = true
+		b.arm() // it may wait for longer than the sandbox lives
+		defer b.expired()
 	}
 	b.mu.Unlock()
 	if !due {
 		return
-	}
-	lock := b.lock
-	if cut {
-		lock = b.lockToEnd
 	}
 	if lock(m.ctx) != nil {
 		return
@@ -109,8 +121,8 @@ func (b *member) expire() {
 		b.mu.Unlock()
 		return
 	}
-	if !cut {
-		up, due = b.due(time.Now())
+	if !up.cuts() || !b.killed { // else its machine has ended, and there is no way back
+		up, due = b.due(time.Now(), up.cuts())
 	}
 	if !due {
 		b.arm() // it was extended or used, or is to be tried later
@@ -129,7 +141,7 @@ func (b *member) expire() {
 		err = b.hibernate(ctx, func() bool {
 			b.mu.Lock()
 			defer b.mu.Unlock()
-			_, due := b.due(time.Now())
+			_, due := b.due(time.Now(), false)
 			return due
 		})
 	default:
@@ -159,6 +171,15 @@ func (b *member) expire() {
 		b.patient = time.Now().Add(retry)
 		b.arm()
 		b.mu.Unlock()
+	}
+}
+
+// expired says that expire has done what it waited for.
+func (b *member) expired() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.expiring = false; b.manager.ctx.Err() == nil {
+		b.arm()
 	}
 }
 

@@ -88,7 +88,7 @@ type Cordon struct {
 	By    Principal `json:"by,omitempty"`
 	// Drain says that what runs is hibernated.
 	Drain bool `json:"drain,omitempty"`
-	// Left is how many run that are to be hibernated, Problems why some were not.
+	// Left is how many run that are to be hibernated, Problems why the first of them were not.
 	Left     int            `json:"-"`
 	Problems []DrainProblem `json:"-"`
 	// Sealed is how many hibernated sandboxes and checkpoints hold secrets: they never leave the

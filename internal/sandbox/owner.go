@@ -126,8 +126,11 @@ func MayGive(ctx context.Context, owner UID) error {
 		Try("Leave the owner out, or call with the certificate of a controller")
 }
 
-// CheckExpiry refuses an end time that has passed; zero is none.
+// CheckExpiry refuses an end time that has passed, or that could not be written; zero is none.
 func CheckExpiry(at, now time.Time) error {
+	if at.UTC().Year() > 9999 { // it was given with an offset
+		return Invalid("expires", "it is no time of the years 1 to 9999 in UTC")
+	}
 	if at.IsZero() || now.Before(at) {
 		return nil
 	}

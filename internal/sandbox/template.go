@@ -152,6 +152,8 @@ type Build struct {
 	Phase    Phase  `json:"phase"`
 	// Problem is why it failed; of one that is Pending, why it is tried again.
 	Problem string `json:"problem,omitempty"`
+	// Cause is what Problem leaves out, for admins: how a registry could not be reached.
+	Cause string `json:"cause,omitempty"`
 	// Attempts is how often it was tried, Next when it is tried again.
 	Attempts int       `json:"attempts,omitempty"`
 	Next     time.Time `json:"next,omitzero"`

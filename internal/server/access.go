@@ -21,6 +21,9 @@ func WithPrincipal(ctx context.Context, p access.Principal) (context.Context, co
 	if p.Owns() {
 		ctx = sandbox.WithOwning(ctx)
 	}
+	if p.May(access.Administer) {
+		ctx = sandbox.WithAdministering(ctx)
+	}
 	ctx, cancel := context.WithCancel(context.WithValue(ctx, principalKey{}, p))
 	if p.Until == nil {
 		return ctx, cancel
@@ -83,6 +86,16 @@ func (c *Config) Authorise(ctx context.Context, p access.Principal, t Target) er
 		return deniedIn(n)
 	}
 	return sandbox.NotFound(t.Kind, k)
+}
+
+// MayPublish refuses to publish, or unpublish, what is not the principal's: whoever gives
+// images to all namespaces, or finds them without one, has to be for all of them.
+func MayPublish(ctx context.Context) error {
+	p := PrincipalOf(ctx)
+	if p.In(access.AllNamespaces) {
+		return nil
+	}
+	return sandbox.Errorf(sandbox.CodeDenied, "published images are those of all namespaces, and not all are yours").Try("Use a key that is for all namespaces (*)")
 }
 
 // NotForRole refuses an operation.

@@ -68,6 +68,13 @@ type Service interface {
 	SetQuota(ctx context.Context, q sandbox.Quota) (sandbox.QuotaUse, error)
 	QuotaOf(ctx context.Context, n sandbox.Namespace) (sandbox.QuotaUse, error)
 
+	Images(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Image, error)
+	PublishImage(ctx context.Context, r sandbox.PublishRequest) (sandbox.Image, error)
+	UnpublishImage(ctx context.Context, image string) error
+	RegistryLogins(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.RegistryLogin, error)
+	SetRegistryLogin(ctx context.Context, n sandbox.Namespace, registry sandbox.RegistryHost, c sandbox.RegistryCredentials) (sandbox.RegistryLogin, error)
+	DeleteRegistryLogin(ctx context.Context, n sandbox.Namespace, registry sandbox.RegistryHost) error
+
 	Checkpoint(ctx context.Context, r sandbox.CheckpointRequest) (c sandbox.CheckpointSize, replayed bool, err error)
 	CheckpointOf(ctx context.Context, k sandbox.Key) (sandbox.CheckpointSize, error)
 	Checkpoints(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.CheckpointSize, error)

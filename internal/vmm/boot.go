@@ -8,8 +8,7 @@ import (
 	"agentrun.dev/internal/vmm/kvm"
 )
 
-// Boot makes a machine with its kernel loaded. It does not run yet: Start
-// does that.
+// Boot makes a machine with its kernel loaded. Start runs it.
 func Boot(cfg Config) (*VM, error) {
 	if err := cfg.validate(); err != nil {
 		return nil, errors.Join(fmt.Errorf("boot: %w", err), cfg.close())
@@ -53,14 +52,14 @@ func (vm *VM) boot(cfg Config) error {
 	return enterLongMode(vm.vcpus[0].kvm, entry)
 }
 
-// bootMSRs is what firmware would have set on each processor.
+// bootMSRs are the registers that firmware would have set on each processor.
 var bootMSRs = []kvm.MSREntry{
 	{Index: msrMTRRDefType, Data: mtrrEnable | mtrrWriteBack},
 }
 
 const (
 	msrMTRRDefType = 0x2ff
-	// Linux leaves page attributes alone where the MTRRs are off.
+	// Linux ignores page attributes if the MTRRs are off.
 	mtrrEnable    = 1 << 11
 	mtrrWriteBack = 6
 )

@@ -34,15 +34,15 @@ const (
 	rngSeedLen   = 32
 )
 
-// bootInfo is what the kernel is told about its start.
+// bootInfo holds the boot parameters that differ between machines.
 type bootInfo struct {
 	cmdline                string
 	initrdAddr, initrdSize uint64
 }
 
-// writeBootData writes everything a 64-bit kernel expects at its entry: boot
-// parameters, command line, a seed for its random number generator, page
-// tables and descriptor table.
+// writeBootData writes all data that a 64-bit kernel expects at its entry: boot
+// parameters, command line, a seed for its random number generator, page tables
+// and descriptor table.
 func writeBootData(mem *guestmem.Memory, info bootInfo) error {
 	if len(info.cmdline) >= cmdlineMax {
 		return fmt.Errorf("kernel command line of %d bytes: at most %d", len(info.cmdline), cmdlineMax-1)
@@ -105,7 +105,7 @@ func bootParams(mem *guestmem.Memory, info bootInfo) []byte {
 }
 
 // identityMap maps the first 4 GiB with 2 MiB pages, as the 64-bit boot
-// protocol wants of the loader.
+// protocol requires of the loader.
 func identityMap() []byte {
 	const present, writable, large = 1, 2, 1 << 7
 	b := make([]byte, 6*guestmem.PageSize)

@@ -34,7 +34,7 @@ func (w *windows) access(x kvm.MMIOExit) error {
 		return nil
 	}
 	if !x.Write {
-		fill(x.Data, 0xff) // nobody answers: the bus floats high
+		fill(x.Data, 0xff) // no device answers: the bus floats high
 	}
 	return nil
 }
@@ -45,11 +45,12 @@ func fill(data []byte, v byte) {
 	}
 }
 
-// Marker is a pair of ports that the bare test guest talks through.
+// Marker serves the ports of the bare test guest.
 type Marker interface {
-	// Out takes a value the guest wrote to MarkerOut.
+	// Out receives a value that the guest wrote to MarkerOut.
 	Out(value uint32)
-	// In gives the guest a value for MarkerCommand or MarkerArgument.
+	// In returns the value that the guest reads from MarkerCommand or
+	// MarkerArgument.
 	In(port uint16) uint32
 }
 
@@ -60,7 +61,7 @@ const (
 	MarkerArgument = 0x518
 )
 
-// Legacy ports that some kernels touch although the tables name none of them.
+// Legacy ports that some kernels access although the tables do not name them.
 const (
 	keyboardPort  = 0x64 // command port of the keyboard controller
 	keyboardReset = 0xfe
@@ -74,8 +75,8 @@ const panicEvent = 1 << 0
 type ports struct {
 	serial *serial
 	marker Marker // may be nil
-	// panicked is set when the guest's kernel reports its panic; the reset
-	// that follows is then the panic's.
+	// panicked is set when the guest's kernel reports its panic; the reset that
+	// follows then counts as the panic.
 	panicked atomic.Bool
 }
 
@@ -119,12 +120,12 @@ func (p *ports) in(port uint16, data []byte) {
 	case port >= serialPort && port < serialPort+serialPorts:
 		p.serial.read(port-serialPort, data)
 	case port == acpi.SleepStatusPort, port == keyboardPort:
-		fill(data, 0) // not asleep; the controller takes commands
+		fill(data, 0) // not asleep; the controller accepts commands
 	case port == acpi.PanicPort:
-		putLittleEndian(data, panicEvent) // the events this device takes
+		putLittleEndian(data, panicEvent) // the events that this device accepts
 	case port == cmosData:
 		// Zero: the clock is never "being updated". All ones would make a
-		// kernel that has no tables wait for the end of an update forever.
+		// kernel without tables wait forever for the end of an update.
 		fill(data, 0)
 	case (port == MarkerCommand || port == MarkerArgument) && p.marker != nil:
 		putLittleEndian(data, uint64(p.marker.In(port)))

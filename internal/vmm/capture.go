@@ -7,14 +7,15 @@ import (
 	"agentrun.dev/internal/vmm/guestmem"
 )
 
-// Capture is a machine's memory as it was at one instant, being stored.
+// Capture stores a machine's memory as of one instant.
 type Capture struct {
 	*guestmem.Capture
 	vm *VM
 }
 
-// NewCapture prepares a capture while the guest runs. It waits for the one
-// before to be closed, and keeps the VM's memory until it is closed itself.
+// NewCapture prepares a capture while the guest runs. It waits until the
+// previous capture is closed. The VM's memory stays mapped until this capture
+// is closed.
 func (vm *VM) NewCapture(cfg guestmem.CaptureConfig) (*Capture, error) {
 	vm.capturing.Lock()
 	vm.mu.Lock()
@@ -28,8 +29,8 @@ func (vm *VM) NewCapture(cfg guestmem.CaptureConfig) (*Capture, error) {
 	return c, nil
 }
 
-// Arm does ahead what can be done while the guest runs; still is VM.Still, or
-// does what that does. It returns for how long the guest stood still.
+// Arm does the part of the work that is possible while the guest runs. still is
+// VM.Still or a wrapper of it. Arm returns how long the guest stood still.
 func (c *Capture) Arm(still func(do func() error) (time.Duration, error)) (time.Duration, error) {
 	if !c.Early() {
 		return 0, nil
@@ -45,7 +46,7 @@ func (c *Capture) Arm(still func(do func() error) (time.Duration, error)) (time.
 	return stood, nil
 }
 
-// Close ends the capture: nothing is protected any more.
+// Close ends the capture and removes all protection.
 func (c *Capture) Close() error {
 	err := c.Capture.Close()
 	c.vm.capture.Store(nil)
@@ -56,9 +57,10 @@ func (c *Capture) Close() error {
 	return nil
 }
 
-// Still does something while the guest stands still, and says for how long it
-// stood: from when a processor has left the guest until all are about to enter it
-// again. A guest that was paused before stays so, and 0 is returned.
+// Still runs do while the guest stands still. It returns how long the guest
+// stood: from the moment when the first processor has left the guest until all
+// are about to enter it again. If the guest was already paused, it stays paused,
+// and Still returns 0.
 func (vm *VM) Still(do func() error) (time.Duration, error) {
 	if vm.Paused() {
 		return 0, do()

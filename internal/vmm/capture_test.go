@@ -39,17 +39,17 @@ func memfd(t testing.TB) *os.File {
 	return f
 }
 
-// liveForker captures a bare guest again and again, as one source.
+// liveForker captures a bare guest repeatedly, as one source.
 type liveForker struct {
 	sys      *kvm.System
 	uffd     *os.File
 	pagemap  *os.File
 	mappings []guestmem.Mapping // of the source's stack
-	shared   uint64             // bytes, of all captures
-	late     bool               // as with kernels that cannot protect what is not there
+	shared   uint64             // bytes shared by all captures
+	late     bool               // as with kernels that cannot protect absent pages
 }
 
-// still is VM.Still for a guest that may wait for a command.
+// still is VM.Still for a guest that may be waiting for a command.
 func (g *testGuest) still(do func() error) (time.Duration, error) {
 	if err := g.Pause(); err != nil {
 		return 0, err
@@ -61,8 +61,8 @@ func newLiveForker(t testing.TB, sys *kvm.System) *liveForker {
 	return &liveForker{sys: sys, uffd: openUserfaultfd(t), pagemap: pagemap(t)}
 }
 
-// fork captures g; beside is called as soon as the guest goes on, while
-// everything is still protected.
+// fork captures g. beside is called as soon as the guest continues, while all
+// pages are still protected.
 func (l *liveForker) fork(t testing.TB, g *testGuest, share bool, beside func()) *frozen {
 	t.Helper()
 	file := memfd(t)
@@ -128,8 +128,8 @@ func (l *liveForker) fork(t testing.TB, g *testGuest, share bool, beside func())
 	return &frozen{state: state, layer: file, runs: data, memory: s.Memory, vcpus: len(s.VCPUs), inPlace: true}
 }
 
-// TestLiveFork: a child is the source at the instant of the pause, whatever
-// the source writes while it is being copied.
+// TestLiveFork: a child equals the source at the instant of the pause, for any
+// writes of the source during the copy.
 func TestLiveFork(t *testing.T) {
 	for name, how := range map[string]struct{ share, late bool }{
 		"shared": {share: true}, "apart": {}, "late": {share: true, late: true},
@@ -145,7 +145,7 @@ func TestLiveFork(t *testing.T) {
 			for round := range uint32(5) {
 				f := l.fork(t, source, share, func() {
 					source.mustDo(t, 300, cmdDirty, firstPage, 300, 3, 8+round)      // was dirty
-					source.mustDo(t, 200, cmdDirty, firstPage+3500, 200, 2, 8+round) // was not there
+					source.mustDo(t, 200, cmdDirty, firstPage+3500, 200, 2, 8+round) // was absent
 				})
 				was := 7 + round
 				child := f.fork(t, sys)
@@ -156,7 +156,8 @@ func TestLiveFork(t *testing.T) {
 				} else {
 					child.mustDo(t, 200, cmdCheck, firstPage+3500, 200, 2, was)
 				}
-				// Neither sees what the other writes, and the source lost nothing.
+				// Neither sees the other's writes, and the source has lost no
+				// write.
 				child.mustDo(t, 1000, cmdDirty, firstPage, 1000, 1, 99)
 				source.mustDo(t, 300, cmdCheck, firstPage, 300, 3, 8+round)
 				source.mustDo(t, 200, cmdCheck, firstPage+3500, 200, 2, 8+round)
@@ -169,8 +170,8 @@ func TestLiveFork(t *testing.T) {
 	}
 }
 
-// soakCount is n in make soak and reduced in make test, more so in the testbed,
-// where everything takes ten times as long.
+// soakCount is n in make soak and reduced in make test. It is even lower in the
+// testbed, where each step takes ten times as long.
 func soakCount(n, reduced int) int {
 	if os.Getenv("AGENTRUN_TESTBED") != "" {
 		reduced = (reduced + 4) / 5
@@ -178,9 +179,9 @@ func soakCount(n, reduced int) int {
 	return soak.Count(n, reduced)
 }
 
-// TestLiveForksInARow: a source that goes on writing while it is forked again
-// and again keeps what it wrote, each child has the writes of its instant as a
-// whole, and the source's mappings do not grow.
+// TestLiveForksInARow: a source that continues to write while it is forked
+// repeatedly keeps all of its writes. Each child has all writes up to its
+// instant, and the number of the source's mappings does not grow.
 func TestLiveForksInARow(t *testing.T) {
 	for _, vcpus := range []int{1, 2} {
 		t.Run(fmt.Sprintf("%d vCPUs", vcpus), func(t *testing.T) {
@@ -193,7 +194,7 @@ func TestLiveForksInARow(t *testing.T) {
 			var early, late int
 			for i := range uint32(forks) {
 				source.mustDo(t, 100, cmdDirty, firstPage+i*37%(pages-100), 100, 1, i)
-				// All pages get the round's value while the copy is going on.
+				// All pages get the round's value during the copy.
 				f := l.fork(t, source, true, func() { source.send(t, cmdDirty, firstPage, pages, 1, i+1) })
 				child := f.load(t, f.spare(t, sys))
 				child.mustDo(t, pages, cmdCheck, firstPage, pages, 1, i)
@@ -232,9 +233,9 @@ func (l *liveForker) mappingsNow(t testing.TB) int {
 }
 
 // TestDeviceWritesDuringCapture: the VMM writes into protected memory while the
-// garbage collector runs all the time. A write that waited for a page fault
-// would hang the process: the collector cannot stop it, and stops who would
-// answer it.
+// garbage collector runs all the time. If a write waited for a page fault, the
+// process would hang: the collector could not stop that thread, and stops the
+// thread that would answer the fault.
 func TestDeviceWritesDuringCapture(t *testing.T) {
 	defer debug.SetGCPercent(debug.SetGCPercent(1))
 	sys := openKVM(t)
@@ -295,8 +296,8 @@ func TestDeviceWritesDuringCapture(t *testing.T) {
 	}
 }
 
-// TestFailedCapture: when the layer cannot be stored, the fork fails and the
-// source goes on, with all it wrote; the next fork succeeds.
+// TestFailedCapture: if the layer cannot be stored, the fork fails and the
+// source continues with all of its writes. The next fork succeeds.
 func TestFailedCapture(t *testing.T) {
 	sys := openKVM(t)
 	source := bootTestGuest(t, 64<<20, 1)
@@ -325,7 +326,8 @@ func TestFailedCapture(t *testing.T) {
 			if tt.cancel {
 				c.Cancel(ErrEnded)
 			}
-			// The first write of the guest is answered though it cannot be saved.
+			// The guest's first write continues although the page cannot be
+			// saved.
 			source.mustDo(t, 100, cmdDirty, firstPage, 100, 1, 8)
 			if err := c.Copy(data); err == nil {
 				t.Error("the copy succeeded")
@@ -345,7 +347,7 @@ func TestFailedCapture(t *testing.T) {
 	}
 }
 
-// begin begins a capture while the guest stands still.
+// begin begins a capture while the guest is paused.
 func (g *testGuest) begin(t testing.TB, c *Capture) {
 	t.Helper()
 	if err := g.Pause(); err != nil {
@@ -367,7 +369,7 @@ func seal(t testing.TB, f *os.File, seals int) {
 }
 
 // TestCloseDuringCapture: a VM that ends in the middle of a capture waits for
-// it, and it fails.
+// it, and the capture fails.
 func TestCloseDuringCapture(t *testing.T) {
 	for range soakCount(100, 10) {
 		source := bootTestGuest(t, 64<<20, 1)
@@ -377,7 +379,7 @@ func TestCloseDuringCapture(t *testing.T) {
 			t.Fatal(err)
 		}
 		source.begin(t, c)
-		source.send(t, cmdDirty, firstPage, 2000, 1, 8) // it may wait for a page when the end comes
+		source.send(t, cmdDirty, firstPage, 2000, 1, 8) // it may be waiting for a page when the VM ends
 		closed := make(chan error, 1)
 		go func() {
 			_, err := source.Close()
@@ -387,7 +389,7 @@ func TestCloseDuringCapture(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		_ = c.Copy(data) // complete or cancelled, as it comes
+		_ = c.Copy(data) // complete or cancelled, depending on the timing
 		if err := c.Close(); err != nil {
 			t.Error(err)
 		}
@@ -400,8 +402,8 @@ func TestCloseDuringCapture(t *testing.T) {
 	}
 }
 
-// TestStill: a guest stands still for as long as something is done to it, and its
-// processors run when that has been told.
+// TestStill: a guest stands still while do runs, and its processors run again
+// when Still returns.
 func TestStill(t *testing.T) {
 	g, sys := bootTestGuest(t, 64<<20, 1), openKVM(t)
 	var took time.Duration

@@ -19,9 +19,9 @@ const (
 	msrKVMWallClockNew = 0x4b564d00
 )
 
-// stopClock remembers the guest's time. One rule holds for a pause, a fork and
-// a hibernation: the time for which a guest stands still does not exist for
-// its monotonic clocks.
+// stopClock remembers the guest's time. For a pause, a fork and a hibernation
+// the same rule holds: the monotonic clocks of a guest do not advance while it
+// stands still.
 func (vm *VM) stopClock() error {
 	c, err := vm.kvm.Clock()
 	if err != nil {
@@ -32,7 +32,8 @@ func (vm *VM) stopClock() error {
 	for i, v := range vm.vcpus {
 		offset, err := v.kvm.TSCOffset()
 		if err != nil {
-			// Before Linux 5.16 nobody can know: the guest has not changed it.
+			// Linux before 5.16 does not tell: assume that the guest has not
+			// changed it.
 			offset = first
 		}
 		if i == 0 {
@@ -42,7 +43,7 @@ func (vm *VM) stopClock() error {
 			}
 		}
 		s.TSCAhead[i] = offset - first
-		// A vCPU without the deadline timer has none armed.
+		// A vCPU without the deadline timer cannot have armed it.
 		if s.Deadlines[i], err = v.kvm.MSR(msrTSCDeadline); err != nil {
 			s.Deadlines[i] = 0
 		}
@@ -51,15 +52,15 @@ func (vm *VM) stopClock() error {
 	return nil
 }
 
-// usesClock reports whether a guest with these registers has kvm-clock, which is
-// told that the guest stood still.
+// usesClock reports whether a guest with these registers uses kvm-clock. Such a
+// guest is told that it stood still.
 func usesClock(msrs []kvm.MSREntry) bool {
 	return slices.ContainsFunc(msrs, func(m kvm.MSREntry) bool {
 		return (m.Index == msrKVMSystemTime || m.Index == msrKVMSystemTimeNew) && m.Data&1 != 0
 	})
 }
 
-// startClock lets the guest's time go on from where it stopped.
+// startClock continues the guest's time from where it stopped.
 func (vm *VM) startClock() error {
 	s := vm.stopped
 	if s == nil {
@@ -70,8 +71,8 @@ func (vm *VM) startClock() error {
 		tsc := s.TSC + s.TSCAhead[i]
 		err := v.kvm.SetTSCOffset(tsc - now)
 		if errors.Is(err, unix.ENXIO) {
-			// Less exact, but KVM takes writes of nearly the same value on
-			// all vCPUs for an attempt to synchronise them.
+			// This is less exact, but KVM treats writes of nearly the same
+			// value on all vCPUs as an attempt to synchronise them.
 			err = v.kvm.SetMSRs([]kvm.MSREntry{{Index: msrTSC, Data: tsc}})
 		}
 		if err != nil {
@@ -92,7 +93,7 @@ func (vm *VM) startClock() error {
 				return err
 			}
 		}
-		v.clockless = false // it may begin to use one
+		v.clockless = false // from now on it may begin to use kvm-clock
 	}
 	vm.stopped = nil
 	return nil

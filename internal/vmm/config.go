@@ -28,8 +28,8 @@ type Config struct {
 	Profile cpu.Profile
 }
 
-// Devices is what a machine is connected to. The VMM takes over the files it
-// names: they are closed when the VM is, or when Boot or Load fails.
+// Devices lists the devices of a machine. The VM takes over the files in it: it
+// closes them when it is closed, or when Boot or Load fails.
 type Devices struct {
 	// Disks become /dev/vda, /dev/vdb, … in this order.
 	Disks []Disk
@@ -41,38 +41,38 @@ type Devices struct {
 	Marker Marker
 }
 
-// Disk is a block device and what it stores to.
+// Disk is a block device and its storage.
 type Disk struct {
 	Backend virtio.Disk
-	// ID is what the guest reads as the disk's serial number (≤ 20 bytes).
+	// ID is the disk's serial number for the guest (≤ 20 bytes).
 	ID   string
 	Rate virtio.Rate
 	// Close is called when the VM has ended.
 	Close func() error
 }
 
-// FileDisk is a disk in a file, which the VM takes over.
+// FileDisk makes a disk of a file, which the VM takes over.
 func FileDisk(f *os.File, readOnly bool, id string) (Disk, error) {
 	backend, err := virtio.OpenFileDisk(f, readOnly)
 	return Disk{Backend: backend, ID: id, Close: f.Close}, err
 }
 
-// Net is a network interface whose frames go to and come from a socket, as
-// package wire describes them.
+// Net is a network interface. Its frames go over a socket, as package wire
+// describes.
 type Net struct {
 	Socket *os.File
 	MAC    [6]byte
 	MTU    uint16
 }
 
-// Vsock is the guest's end of host connections.
+// Vsock configures connections between host and guest.
 type Vsock struct {
-	// Accept is asked when the guest dials the host: it returns the host's
-	// end of the connection, or false to refuse. It runs on a vCPU thread
-	// and must not block.
+	// Accept is called when the guest dials the host. It returns the host's end
+	// of the connection, or false to refuse. It runs on a vCPU thread and must
+	// not block.
 	Accept func(port uint32) (*os.File, bool)
-	// Standby is the host's end of the connection that a restored guest goes
-	// on with (State.Standby); nil ends that connection, too.
+	// Standby is the host's end of the connection that a restored guest
+	// continues (State.Standby). If it is nil, that connection ends, too.
 	Standby *os.File
 }
 
@@ -103,7 +103,7 @@ func (d *Devices) validate() error {
 	return nil
 }
 
-// count includes the entropy source and the balloon that every guest has.
+// count includes the entropy source and the balloon, which every guest has.
 func (d *Devices) count() int {
 	n := 2 + len(d.Disks) + len(d.Nets)
 	if d.Vsock != nil {
@@ -112,7 +112,7 @@ func (d *Devices) count() int {
 	return n
 }
 
-// close closes what the VM has taken over.
+// close closes the files that the VM has taken over.
 func (d *Devices) close() error {
 	var errs []error
 	for _, disk := range d.Disks {

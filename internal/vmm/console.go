@@ -2,16 +2,16 @@ package vmm
 
 import "sync"
 
-// consoleLimit bounds what is kept of a guest's console: enough for a kernel
-// panic with its stack, whatever the guest printed before.
+// consoleLimit bounds the kept output of a guest's console. It has room for a
+// kernel panic with its stack, no matter how much the guest printed before.
 const consoleLimit = 64 << 10
 
-// consoleLog keeps the last consoleLimit bytes that a guest printed. It grows
-// on demand, so a quiet guest costs nothing.
+// consoleLog keeps the last consoleLimit bytes of the guest's output. It grows
+// on demand, so a quiet guest needs no memory for it.
 type consoleLog struct {
 	mu    sync.Mutex // protects all following fields
 	buf   []byte
-	next  int // where the oldest byte is once buf is full
+	next  int // index of the oldest byte once buf is full
 	total uint64
 }
 
@@ -27,7 +27,7 @@ func (c *consoleLog) append(b byte) {
 	c.next = (c.next + 1) % consoleLimit
 }
 
-// Console is the tail of what a guest printed.
+// Console is the end of a guest's output.
 type Console struct {
 	// Tail holds the last bytes, oldest first.
 	Tail []byte

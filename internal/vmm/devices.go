@@ -12,7 +12,7 @@ import (
 // device is a virtio device behind its transport.
 type device struct {
 	*virtio.MMIO
-	// save encodes what only the device knows.
+	// save encodes the state that is specific to the device.
 	save func() ([]byte, error)
 }
 
@@ -24,8 +24,8 @@ type stateful[S any] interface {
 }
 
 // createDevices makes the interrupt controller, the console and the virtio
-// devices. Disks come first, then networks, so that their order in the guest
-// is the caller's. With a state they are put into it, paused.
+// devices. Disks come first, then networks, so that their order in the guest is
+// the caller's. If state is not nil, the devices start paused, in that state.
 func (vm *VM) createDevices(d Devices, state *State) error {
 	vm.devices = d
 	vm.ioapic = newIOAPIC(func(m kvm.MSI) error { return vm.kvm.SignalMSI(m) })
@@ -69,7 +69,7 @@ func (vm *VM) createDevices(d Devices, state *State) error {
 }
 
 // attach gives a device the next window and interrupt line, and its state if
-// there is one.
+// state is not nil.
 func attach[S any](vm *VM, d stateful[S], state *State) error {
 	i := len(vm.windows.virtio)
 	gsi := firstVirtioGSI + uint32(i)

@@ -1,8 +1,7 @@
-// Package vmm is the virtual machine monitor: one Linux (or bare test) guest
-// on KVM. It owns the machine's shape — memory layout, firmware tables,
+// Package vmm is the virtual machine monitor: it runs one Linux (or bare test)
+// guest on KVM. It owns the machine's shape — memory layout, firmware tables,
 // interrupt controller, processors, device windows — and its life: boot, run,
-// pause, end. Callers give it open files and sockets; it opens nothing by
-// path.
+// pause, end. Callers pass it open files and sockets; it never opens a path.
 //
 // # Threads
 //
@@ -16,10 +15,10 @@
 //
 // # Time
 //
-// Guests use kvm-clock: the CPU profile hides the invariant TSC, so that
-// Linux does not prefer the TSC. kvm-clock can be set when a guest is
-// restored, so that its monotonic time does not count the time it was away;
-// the TSC of a guest cannot be set that way on every host.
+// Guests use kvm-clock: the CPU profile hides the invariant TSC, so that Linux
+// does not prefer the TSC. kvm-clock can be set when a guest is restored, so
+// that its monotonic time does not include the time between save and restore.
+// The TSC of a guest cannot be set that way on every host.
 //
 // # Ends
 //

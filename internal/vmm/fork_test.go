@@ -16,8 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// frozen is a bare guest at rest: its state as it would be in a file, and its
-// memory as one sealed layer.
+// frozen is a saved bare guest: its state as in a file, and its memory as one
+// sealed layer.
 type frozen struct {
 	state  []byte
 	layer  *os.File
@@ -38,8 +38,8 @@ func pagemap(t testing.TB) *os.File {
 	return f
 }
 
-// freeze saves a running guest, which goes on. below is what it was forked
-// from: the new layer holds what that has, too.
+// freeze saves a running guest, which continues. below is the snapshot it was
+// forked from: the new layer also contains below's memory.
 func freeze(t testing.TB, sys *kvm.System, g *testGuest, below *frozen) *frozen {
 	t.Helper()
 	if err := g.Pause(); err != nil {
@@ -100,7 +100,7 @@ func (f *frozen) spare(t testing.TB, sys *kvm.System) *Spare {
 	return s
 }
 
-// load makes a child run in a spare.
+// load runs a child in a spare.
 func (f *frozen) load(t testing.TB, s *Spare) *testGuest {
 	t.Helper()
 	state, err := UnmarshalState(f.state)
@@ -117,7 +117,7 @@ func (f *frozen) load(t testing.TB, s *Spare) *testGuest {
 	return g
 }
 
-// fork makes a child that lasts as long as the test.
+// fork makes a child that lives until the end of the test.
 func (f *frozen) fork(t testing.TB, sys *kvm.System) *testGuest {
 	t.Helper()
 	g := f.load(t, f.spare(t, sys))
@@ -136,10 +136,10 @@ func (g *testGuest) mustDo(t testing.TB, want uint32, command ...uint32) {
 	}
 }
 
-const firstPage = 32 << 20 / guestmem.PageSize // above the guest itself
+const firstPage = 32 << 20 / guestmem.PageSize // above the guest's own memory
 
-// TestForkGoesOn: children continue from the parent's memory, and neither the
-// parent nor any other child sees what one writes.
+// TestForkGoesOn: children continue from the parent's memory. Neither the
+// parent nor another child sees the writes of a child.
 func TestForkGoesOn(t *testing.T) {
 	for _, vcpus := range []int{1, 2} {
 		t.Run(fmt.Sprintf("%d vCPUs", vcpus), func(t *testing.T) {
@@ -148,7 +148,7 @@ func TestForkGoesOn(t *testing.T) {
 			parent.mustDo(t, 1000, cmdDirty, firstPage, 1000, 1, 7)
 			f := freeze(t, sys, parent, nil)
 
-			// The parent goes on: later writes are its own.
+			// The parent continues: later writes are its own.
 			parent.mustDo(t, 100, cmdDirty, firstPage, 100, 1, 8)
 
 			var children []*testGuest
@@ -171,7 +171,7 @@ func TestForkGoesOn(t *testing.T) {
 	}
 }
 
-// TestForkOfFork, five deep: each generation has all earlier writes.
+// TestForkOfFork forks five generations: each has all earlier writes.
 func TestForkOfFork(t *testing.T) {
 	sys := openKVM(t)
 	g := bootTestGuest(t, 64<<20, 1)
@@ -186,7 +186,7 @@ func TestForkOfFork(t *testing.T) {
 	}
 }
 
-// TestForksAtOnce: many alive at the same time, each with its own memory.
+// TestForksAtOnce: many forks live at the same time, each with its own memory.
 func TestForksAtOnce(t *testing.T) {
 	sys := openKVM(t)
 	parent := bootTestGuest(t, 64<<20, 1)
@@ -207,8 +207,9 @@ func TestForksAtOnce(t *testing.T) {
 	wg.Wait()
 }
 
-// TestDiscardedLayerReadsZeros: what a guest gives back does not come again
-// from the layer below, in itself or in its children.
+// TestDiscardedLayerReadsZeros: the old content of pages that a guest gave back
+// does not return from the layer below, neither in the guest nor in its
+// children.
 func TestDiscardedLayerReadsZeros(t *testing.T) {
 	sys := openKVM(t)
 	parent := bootTestGuest(t, 64<<20, 1)
@@ -235,7 +236,7 @@ func TestDiscardedLayerReadsZeros(t *testing.T) {
 	}
 }
 
-// TestStateRoundTrip: a state comes back from its bytes as it was.
+// TestStateRoundTrip: encoding and decoding a state does not change it.
 func TestStateRoundTrip(t *testing.T) {
 	sys := openKVM(t)
 	g := bootTestGuest(t, 64<<20, 2)
@@ -257,8 +258,8 @@ func TestStateRoundTrip(t *testing.T) {
 	}
 }
 
-// TestLoadSetsProcessors: what a vCPU begins with may be left as it is, but what
-// was saved is what it has.
+// TestLoadSetsProcessors: registers that already have their saved value may be
+// skipped, but afterwards all have their saved values.
 func TestLoadSetsProcessors(t *testing.T) {
 	sys := openKVM(t)
 	f := freeze(t, sys, bootTestGuest(t, 64<<20, 2), nil)
@@ -301,7 +302,7 @@ func TestLoadSetsProcessors(t *testing.T) {
 				if got, err := c.kvm.LAPIC(); err != nil || got != want.LAPIC {
 					t.Errorf("vCPU %d: APIC %x, not %x (%v)", i, got, want.LAPIC, err)
 				}
-				// Hyper-V's counters tick, wherever there is a host that has them.
+				// Hyper-V's counters tick, on hosts that have them.
 				others := append([]uint32{0x4000_0010, 0x4000_0020}, otherMSRs...)
 				for _, m := range want.MSRs {
 					if got, err := c.kvm.MSR(m.Index); !slices.Contains(others, m.Index) && (err != nil || got != m.Data) {
@@ -319,8 +320,8 @@ func TestLoadSetsProcessors(t *testing.T) {
 	}
 }
 
-// TestStageable: a vCPU that waits for its start-up message would take registers
-// over those that the message has set.
+// TestStageable: registers staged for a vCPU that waits for its start-up message
+// would overwrite those that the message has set.
 func TestStageable(t *testing.T) {
 	for state, want := range map[kvm.MPState]bool{
 		kvm.MPRunnable: true, kvm.MPHalted: true, kvm.MPUninitialized: false, kvm.MPInitReceived: false, kvm.MPSIPIReceived: false,
@@ -334,7 +335,8 @@ func TestStageable(t *testing.T) {
 	}
 }
 
-// TestLoadRefuses what does not fit, and says why.
+// TestLoadRefuses: a state that does not fit is refused, and the error says
+// why.
 func TestLoadRefuses(t *testing.T) {
 	sys := openKVM(t)
 	g := bootTestGuest(t, 64<<20, 1)
@@ -363,7 +365,7 @@ func TestLoadRefuses(t *testing.T) {
 			if err == nil {
 				_, _ = vm.Close()
 				if name == "TSC" || name == "queue" {
-					return // a host that scales, a queue that is not in use
+					return // the host scales the TSC, or the queue is not in use
 				}
 				t.Fatal("was accepted")
 			}
@@ -374,9 +376,9 @@ func TestLoadRefuses(t *testing.T) {
 	}
 }
 
-// TestTouchedAhead: a watched fork tells which pages it has read and written; one
-// that is given them has them before it runs, as far as KVM can do that, and goes
-// on like the first.
+// TestTouchedAhead: a watched fork lists the pages that it has read and written.
+// A second fork that gets this list has these pages mapped before it runs, as far
+// as KVM can do that, and continues like the first.
 func TestTouchedAhead(t *testing.T) {
 	sys := openKVM(t)
 	parent := bootTestGuest(t, 64<<20, 1)

@@ -5,19 +5,19 @@ import (
 	"time"
 )
 
-// gate lets vCPUs run, holds them, or sends them home. A vCPU comes to it
-// only after KVM_RUN returned EINTR, when no port or memory access of its
-// guest is half done.
+// gate lets vCPUs run, holds them, or ends them. A vCPU comes to the gate only
+// after KVM_RUN returned EINTR, when no port or memory access of the guest is
+// half done.
 type gate struct {
 	mu     sync.Mutex // protects all following fields
 	change *sync.Cond
-	held   bool // vCPUs wait here
+	held   bool // vCPUs wait at the gate
 	closed bool // vCPUs leave for good
-	parked int  // how many wait here now
-	gone   int  // how many have left for good
+	parked int  // how many vCPUs wait at the gate now
+	gone   int  // how many vCPUs have left for good
 
-	// since is when the first of those that wait came, lasted how long it was
-	// until the last of the time before had gone on.
+	// since is when the first of the waiting vCPUs arrived. lasted is the
+	// length of the previous hold, until its last vCPU continued.
 	since  time.Time
 	lasted time.Duration
 }
@@ -28,8 +28,8 @@ func newGate() *gate {
 	return g
 }
 
-// pass holds the vCPU while the gate is held. It reports false when the vCPU
-// must end.
+// pass holds the vCPU while the gate is held. It returns false if the vCPU must
+// end.
 func (g *gate) pass(c *vcpu) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -56,8 +56,8 @@ func (g *gate) pass(c *vcpu) bool {
 	return true
 }
 
-// hold asks the vCPUs to stop and waits until all stand still. It reports
-// false if the gate was closed before or meanwhile.
+// hold asks the vCPUs to stop and waits until all stand still. It returns false
+// if the gate is closed.
 func (g *gate) hold(vcpus []*vcpu) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -71,7 +71,7 @@ func (g *gate) hold(vcpus []*vcpu) bool {
 	return !g.closed
 }
 
-// release lets held vCPUs go on.
+// release lets the held vCPUs continue.
 func (g *gate) release() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -79,8 +79,8 @@ func (g *gate) release() {
 	g.change.Broadcast()
 }
 
-// stood waits until vCPUs that were released have gone on, and says for how
-// long they were here.
+// stood waits until all released vCPUs have continued, and returns how long
+// they were held.
 func (g *gate) stood() time.Duration {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -90,7 +90,7 @@ func (g *gate) stood() time.Duration {
 	return g.lasted
 }
 
-// close sends all vCPUs home. It does not wait: a vCPU thread may call it.
+// close ends all vCPUs. It does not wait, because a vCPU thread may call it.
 func (g *gate) close(vcpus []*vcpu) {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -9,7 +9,8 @@ import (
 const generationIDLen = 16
 
 // RenewGenerationID gives the guest a new generation id and notifies it: a
-// guest that was copied learns that it is one of several and reseeds.
+// guest that was copied learns that copies exist and reseeds its random number
+// generator.
 func (vm *VM) RenewGenerationID() error {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
@@ -22,12 +23,12 @@ func (vm *VM) RenewGenerationID() error {
 	return vm.announceGenerationID()
 }
 
-// ChangeGenerationID gives a machine that stands still a new generation id, for
-// what it draws after a copy of it was taken: whoever has the copy could
-// predict that. It is called after the capture's Begin, so that the copy does
-// not have the id. The guest's kernel compares the id whenever it draws
-// (guest/kernel/patches). It is not interrupted: the source is no copy, and
-// would own more pages by it.
+// ChangeGenerationID gives a paused machine a new generation id after a copy of
+// it was taken. Without it, the holder of the copy could predict the random
+// numbers that the source draws next. It is called after the capture's Begin,
+// so that the copy does not contain the id. The guest's kernel compares the id
+// whenever it draws (guest/kernel/patches). The guest is not interrupted: the
+// source is not a copy, and the interrupt would make it write to more pages.
 func (vm *VM) ChangeGenerationID() error {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
@@ -45,9 +46,10 @@ func (vm *VM) announceGenerationID() error {
 	return nil
 }
 
-// writeGenerationID puts a new id into the guest's memory. No vCPU runs
-// meanwhile, or the guest is told after it, so that none acts on half an id.
-// The id is drawn when it is written, never ahead: no two machines have it.
+// writeGenerationID writes a new id into the guest's memory. Either no vCPU
+// runs meanwhile, or the guest is notified afterwards, so that it never acts on
+// half an id. The id is drawn only when it is written, so no two machines share
+// one.
 func (vm *VM) writeGenerationID() error {
 	id := make([]byte, generationIDLen)
 	if _, err := rand.Read(id); err != nil {

@@ -9,7 +9,7 @@ import (
 
 const ioapicPins = 24
 
-// IOAPICState is everything an ioapic remembers.
+// IOAPICState is the complete state of an ioapic.
 type IOAPICState struct {
 	Select      uint32
 	Redirection [ioapicPins]uint64
@@ -17,14 +17,15 @@ type IOAPICState struct {
 	Pending uint32
 }
 
-// ioapic is the I/O interrupt controller in user space (Intel 82093AA): with
-// KVM's split irqchip the LAPICs are in the kernel and this turns a device's
+// ioapic is the I/O interrupt controller in user space (Intel 82093AA). With
+// KVM's split irqchip the LAPICs are in the kernel; the ioapic turns a device's
 // line into a message to them.
 //
-// All lines of this machine are edges. A guest that programs a pin as level
-// triggered still gets every edge; since a virtio device keeps its reasons in
-// a status register until they are acknowledged, and raises anew for each new
-// reason, nothing is lost without end-of-interrupt messages.
+// All lines of this machine are edge-triggered. If a guest programs a pin as
+// level-triggered, it still gets every edge. A virtio device keeps its reasons
+// in a status register until they are acknowledged, and raises the line again
+// for each new reason. So no interrupt is lost without end-of-interrupt
+// messages.
 type ioapic struct {
 	signal func(kvm.MSI) error
 
@@ -62,7 +63,7 @@ func (a *ioapic) raise(pin uint32) error {
 	return a.deliver(pin)
 }
 
-// deliver runs with a.mu held.
+// deliver delivers an edge; the caller holds a.mu.
 func (a *ioapic) deliver(pin uint32) error {
 	r := a.state.Redirection[pin]
 	if r&redirMasked != 0 {
@@ -149,7 +150,7 @@ func (a *ioapic) save() IOAPICState {
 	return a.state
 }
 
-// restore puts a saved state back.
+// restore sets a saved state.
 func (a *ioapic) restore(s IOAPICState) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

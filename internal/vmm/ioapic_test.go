@@ -64,8 +64,8 @@ func TestIOAPIC(t *testing.T) {
 		t.Fatal("an unmasked pin did not deliver")
 	}
 
-	// A guest that asks for a level interrupt still gets edges, and read-only
-	// bits stay as they are.
+	// A guest that asks for a level-triggered interrupt still gets edges, and
+	// read-only bits do not change.
 	writeIOAPIC(t, a, ioapicTable+2*pin, vector|1<<15|redirReadOnly)
 	if v := readIOAPIC(t, a, ioapicTable+2*pin); v != vector|1<<15 {
 		t.Errorf("redirection entry reads %#x", v)
@@ -92,7 +92,7 @@ func TestIOAPICSavesPending(t *testing.T) {
 	}
 }
 
-// FuzzIOAPIC throws arbitrary register accesses and edges at it.
+// FuzzIOAPIC makes arbitrary register accesses and edges.
 func FuzzIOAPIC(f *testing.F) {
 	f.Add([]byte{0, 0, 0x10, 0, 0, 0, 1, 0x10, 0x31, 0, 0, 0, 2, 0})
 	f.Add([]byte{0, 0, 0x3f, 0, 0, 0, 1, 0x10, 0xff, 0xff, 0xff, 0xff})

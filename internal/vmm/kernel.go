@@ -42,8 +42,8 @@ func loadKernel(mem *guestmem.Memory, f *os.File) (entry, end uint64, err error)
 // readChunk bounds one transfer; a Range's length has 32 bits.
 const readChunk = 1 << 30
 
-// readRange fills n bytes of guest memory from a file and fails when the file
-// is too short.
+// readRange fills n bytes of guest memory from a file. It fails if the file is
+// too short.
 func readRange(mem *guestmem.Memory, f *os.File, off int64, gpa, n uint64) error {
 	for n > 0 {
 		k := min(n, readChunk)
@@ -59,7 +59,7 @@ func readRange(mem *guestmem.Memory, f *os.File, off int64, gpa, n uint64) error
 	return nil
 }
 
-// loadInitrd puts the initial ramdisk as high as low RAM allows.
+// loadInitrd puts the initial ramdisk as high in low RAM as possible.
 func loadInitrd(mem *guestmem.Memory, f *os.File, kernelEnd uint64) (gpa, size uint64, err error) {
 	info, err := f.Stat()
 	if err != nil {

@@ -2,7 +2,7 @@ package vmm
 
 import "agentrun.dev/internal/vmm/guestmem"
 
-// Guest physical addresses of what the VMM lays out before the first
+// Guest physical addresses of the data that the VMM writes before the first
 // instruction. All but the kernel lie below 1 MiB; the e820 map keeps the
 // guest's allocator away from the part above 0x9fc00.
 const (

@@ -9,8 +9,8 @@ import (
 	"agentrun.dev/internal/vmm/vmstate"
 )
 
-// Load puts a saved machine into the spare, with devices of its own. It does
-// not run yet: Start does that, and the guest's time goes on from there.
+// Load puts a saved machine into the spare, with devices of its own. Start runs
+// it, and the guest's time continues from there.
 func (s *Spare) Load(state *State, devices Devices) (*VM, error) {
 	vm := s.take()
 	if vm == nil {
@@ -44,43 +44,44 @@ func (vm *VM) load(state *State, devices Devices) error {
 	}
 	clock := state.Clock
 	vm.stopped = &clock
-	// Before any vCPU runs: the guest's kernel compares the id whenever random
-	// numbers are drawn from it, so that none is drawn twice.
+	// This comes before any vCPU runs. The guest's kernel compares the id
+	// whenever random numbers are drawn, so that no random number is drawn
+	// twice.
 	if err := vm.writeGenerationID(); err != nil {
 		return err
 	}
 	if d := vm.devices.Vsock; d != nil && d.Standby != nil {
 		standby := d.Standby
-		d.Standby = nil // the device's from here on
+		d.Standby = nil // from here on the device owns it
 		return vm.vsock.AttachStandby(standby, vm.announceLater)
 	}
 	return vm.announceGenerationID()
 }
 
 // announceLater interrupts the guest's kernel, which then tells all of its parts
-// that it is a copy, when the guest is used after its first answer: whoever goes
-// on with the standby connection need not wait for the ACPI interpreter; and a
-// copy that only waits need not own the pages that the interpreter and the
-// kernel's log write to. Random numbers do not depend on it: the id is there.
+// that it is a copy. It runs when the guest is used after its first answer. So
+// the user of the standby connection does not wait for the ACPI interpreter, and
+// a copy that only waits does not own the pages that the interpreter and the
+// kernel's log write to. Random numbers do not depend on the interrupt: the id
+// is already in memory.
 func (vm *VM) announceLater() {
 	if err := vm.announceGenerationID(); err != nil {
 		vm.end(vmstate.Exit{Reason: vmstate.InternalError, Detail: err.Error()})
 	}
 }
 
-// msrAPICBase is a special register, too.
+// msrAPICBase is also part of the special registers.
 const msrAPICBase = 0x1b
 
-// otherMSRs are not set with the others: startClock sets those of the clock, and
-// to set the place of the wall clock means to ask for it (KVM writes the time
-// there, once), which a guest does itself when it wants to know.
+// otherMSRs are not set with the rest. startClock sets those of the clock.
+// Setting the place of the wall clock is a request (KVM writes the time there,
+// once), which a guest makes itself when it needs the time.
 var otherMSRs = []uint32{msrTSC, msrTSCDeadline, msrKVMWallClock, msrKVMWallClockNew}
 
-// loadVCPU puts a vCPU that has never run into a state. The APIC's mode decides
-// what the rest of the APIC means, so it comes early; events come last, when
-// nothing disturbs them any more. Mostly the first run takes the registers by
-// itself. What the vCPU begins with anyway is not set: each call costs a hundredth
-// of making a VM.
+// loadVCPU puts a new vCPU into a saved state. The APIC's mode decides the meaning
+// of the rest of the APIC, so it comes early; events come last, when no other call
+// can disturb them. Mostly the first run sets the registers by itself. Values that
+// a new vCPU already has are not set: each call costs a hundredth of making a VM.
 func loadVCPU(v *vcpu, s *VCPUState, tscKHz, xsaveSize int) (err error) {
 	c := v.kvm
 	do := func(step func() error) {
@@ -92,7 +93,7 @@ func loadVCPU(v *vcpu, s *VCPUState, tscKHz, xsaveSize int) (err error) {
 	do(func() error { return matchTSC(v.vm.kvm, c, tscKHz) })
 	do(func() error {
 		if s.XCR0 == v.xcr0 {
-			return nil // KVM would compute what CPUID says of it again, by dozens of CPUID instructions
+			return nil // KVM would compute the CPUID leaves that depend on it again, by dozens of CPUID instructions
 		}
 		return c.SetXCR0(s.XCR0)
 	})
@@ -127,15 +128,16 @@ func loadVCPU(v *vcpu, s *VCPUState, tscKHz, xsaveSize int) (err error) {
 	return err
 }
 
-// stageable reports whether a vCPU may take its registers when it runs: they
-// would disturb events that are under way, and a vCPU that waits for its
-// start-up message waits for it before it takes them.
+// stageable reports whether the first run may set the vCPU's registers. It must
+// not if events are in progress, because the registers would disturb them. A
+// vCPU that waits for its start-up message would set them only after the
+// message.
 func stageable(s *VCPUState) bool {
 	return s.Events.None() && (s.MPState == kvm.MPRunnable || s.MPState == kvm.MPHalted)
 }
 
-// matchTSC makes sure that the guest's TSC ticks as it did. KVM takes a
-// frequency close to the host's as it is and needs scaling for others.
+// matchTSC makes sure that the guest's TSC keeps its frequency. KVM accepts a
+// frequency close to the host's, and needs TSC scaling for others.
 func matchTSC(vm *kvm.VM, c *kvm.VCPU, khz int) error {
 	have, err := vm.FreshTSCFrequency(c)
 	if err != nil || have == khz {
@@ -147,7 +149,8 @@ func matchTSC(vm *kvm.VM, c *kvm.VCPU, khz int) error {
 	return nil
 }
 
-// setChangedMSRs writes the registers that a fresh vCPU does not have already.
+// setChangedMSRs writes the registers whose values a fresh vCPU does not
+// already have.
 func setChangedMSRs(vm *kvm.VM, c *kvm.VCPU, saved []kvm.MSREntry) error {
 	indices := make([]uint32, len(saved))
 	for i, m := range saved {
@@ -159,7 +162,7 @@ func setChangedMSRs(vm *kvm.VM, c *kvm.VCPU, saved []kvm.MSREntry) error {
 	}
 	changed := make([]kvm.MSREntry, 0, len(saved))
 	for _, m := range saved {
-		// fresh has the same order and may lack some.
+		// fresh has the same order, but may lack some registers.
 		same := false
 		if len(fresh) > 0 && fresh[0].Index == m.Index {
 			same = fresh[0].Data == m.Data

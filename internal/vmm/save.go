@@ -10,10 +10,10 @@ import (
 	"agentrun.dev/internal/vmm/kvm"
 )
 
-// errNotPaused says that a running machine has no state to save.
+// errNotPaused: the state of a running machine cannot be saved.
 var errNotPaused = errors.New("the guest is not paused")
 
-// Save describes a paused machine, without its memory and disks.
+// Save returns the state of a paused machine, without its memory and disks.
 func (vm *VM) Save(sys *kvm.System) (*State, error) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
@@ -56,8 +56,8 @@ func (vm *VM) Save(sys *kvm.System) (*State, error) {
 	return s, nil
 }
 
-// saveVCPU reads a vCPU in the order that KVM wants: the run state first,
-// since reading it takes pending INIT and SIPI in, the events last.
+// saveVCPU reads a vCPU in the order that KVM requires: first the run state,
+// because reading it processes pending INIT and SIPI; last the events.
 func saveVCPU(c *kvm.VCPU, xsaveSize int, msrs []uint32) (s VCPUState, err error) {
 	read := func(what func() error) {
 		if err == nil {
@@ -77,9 +77,9 @@ func saveVCPU(c *kvm.VCPU, xsaveSize int, msrs []uint32) (s VCPUState, err error
 	return s, err
 }
 
-// ChangedMemory lists the pages of a paused machine that differ from the
-// layers it was made with; zeros are listed apart. pagemap is the process's
-// /proc/self/pagemap.
+// ChangedMemory lists the pages of a paused machine that differ from its
+// initial layers; pages of zeros are listed separately. pagemap is the
+// process's /proc/self/pagemap.
 func (vm *VM) ChangedMemory(pagemap *os.File) (data, zeros []extent.Run, err error) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
@@ -89,8 +89,8 @@ func (vm *VM) ChangedMemory(pagemap *os.File) (data, zeros []extent.Run, err err
 	return vm.mem.Changed(pagemap)
 }
 
-// TouchedMemory lists the pages that the guest has written to, and, in a machine
-// that is watched, those that it has only read. The guest may run.
+// TouchedMemory lists the pages that the guest has written and, if the machine
+// is watched, those that it has only read. The guest may run.
 func (vm *VM) TouchedMemory(pagemap *os.File) (written, read []extent.Run, err error) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()

@@ -2,7 +2,7 @@ package vmm
 
 import "sync"
 
-// SerialState is everything a UART remembers.
+// SerialState is the complete state of a UART.
 type SerialState struct {
 	InterruptEnable uint8
 	LineControl     uint8
@@ -13,8 +13,8 @@ type SerialState struct {
 	TransmitEmpty bool
 }
 
-// serial is an output-only 16550 on COM1. What the guest writes goes to the
-// console log; nothing ever arrives for the guest, so the receiver is empty.
+// serial is an output-only 16550 on COM1. The guest's output goes to the
+// console log. The host never sends to the guest, so the receiver is empty.
 type serial struct {
 	console *consoleLog
 	raise   func() error
@@ -68,7 +68,8 @@ func (s *serial) writeByte(reg uint16, v byte) error {
 			return nil
 		}
 		s.console.append(v)
-		// One edge until the driver has read its cause.
+		// Raise one edge, and the next only after the driver has read the
+		// cause.
 		if st.InterruptEnable&ierTransmitEmpty != 0 && !st.TransmitEmpty {
 			st.TransmitEmpty = true
 			return s.raise()
@@ -118,7 +119,7 @@ func (s *serial) readByte(reg uint16) byte {
 		return st.InterruptEnable
 	case uartInterruptID:
 		if st.TransmitEmpty {
-			st.TransmitEmpty = false // reading it acknowledges it
+			st.TransmitEmpty = false // reading the cause acknowledges it
 			return iirFIFO | iirTransmitEmpty
 		}
 		return iirFIFO | iirNone
@@ -143,7 +144,7 @@ func (s *serial) save() SerialState {
 	return s.state
 }
 
-// restore puts a saved state back.
+// restore sets a saved state.
 func (s *serial) restore(st SerialState) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -22,14 +22,14 @@ type SpareConfig struct {
 	VCPUs  int
 	// Profile names the CPU features; empty means cpu.HostV1.
 	Profile cpu.Profile
-	// Layers is the content of the RAM, zeros where there is none. The
-	// caller keeps the files.
+	// Layers is the content of the RAM; the rest is zeros. The caller keeps the
+	// files.
 	Layers []guestmem.Mapping
 	// Written lists pages that the guest will write to at once, Read those that it
 	// will only read.
 	Written, Read []extent.Run
-	// Watch, if there is one, is /dev/userfaultfd: TouchedMemory then knows what
-	// the guest has read. The caller keeps it.
+	// Watch is an open /dev/userfaultfd or nil. With it TouchedMemory also lists
+	// the pages that the guest has read. The caller keeps it.
 	Watch *os.File
 }
 
@@ -37,7 +37,7 @@ type SpareConfig struct {
 // made long before it is needed.
 type Spare struct{ vm *VM }
 
-// NewSpare makes a spare; Load or Close ends it.
+// NewSpare makes a spare. Load or Close must be called for it.
 func NewSpare(cfg SpareConfig) (*Spare, error) {
 	if err := validateSize(cfg.Memory, cfg.VCPUs); err != nil {
 		return nil, err
@@ -52,14 +52,14 @@ func NewSpare(cfg SpareConfig) (*Spare, error) {
 	return &Spare{vm}, nil
 }
 
-// take makes the spare's machine the caller's.
+// take moves the spare's machine to the caller.
 func (s *Spare) take() *VM {
 	vm := s.vm
 	s.vm = nil
 	return vm
 }
 
-// Close frees a spare that was not used.
+// Close frees a spare that was not loaded.
 func (s *Spare) Close() error {
 	if s.vm == nil {
 		return nil
@@ -97,7 +97,8 @@ func (vm *VM) create(cfg SpareConfig) (err error) {
 	}
 	if cfg.KVM.CheckExtension(kvm.CapPreFaultMemory) != 0 {
 		for _, s := range slices.Concat(cfg.Written, cfg.Read) {
-			// It spares the guest faults: where it fails, there are some.
+			// PreFault only saves the guest page faults, so an error is
+			// ignored.
 			_ = vm.mem.EachGPA(s, vm.vcpus[0].kvm.PreFault)
 		}
 	}

@@ -11,7 +11,8 @@ import (
 	"agentrun.dev/internal/vmm/vmstate"
 )
 
-// State is a machine at rest, without the content of its memory and disks.
+// State is the state of a paused machine, without the content of its memory and
+// disks.
 type State struct {
 	Profile cpu.Profile
 	Memory  uint64
@@ -21,9 +22,9 @@ type State struct {
 	VCPUs  []VCPUState
 	IOAPIC IOAPICState
 	Serial SerialState
-	// Devices are the virtio devices in the order of their windows.
+	// Devices holds the virtio devices in the order of their windows.
 	Devices []DeviceState
-	// Standby says that a copy can go on with a connection to the host.
+	// Standby says that a copy can continue a connection to the host.
 	Standby bool
 }
 
@@ -31,15 +32,16 @@ type State struct {
 type ClockState struct {
 	// Nanoseconds is kvm-clock.
 	Nanoseconds uint64
-	// TSC is that of the first vCPU; TSCAhead is how much further each vCPU's
-	// is, 0 unless the guest changed one.
+	// TSC is the counter of the first vCPU. TSCAhead is how far each vCPU's
+	// counter is ahead of it: 0 unless the guest changed one.
 	TSC      uint64
 	TSCAhead [cpu.MaxVCPUs]uint64
-	// Deadlines are the vCPUs' armed timers, in TSC; 0 is none.
+	// Deadlines are the vCPUs' armed timers, as TSC values; 0 is a timer that
+	// is not armed.
 	Deadlines [cpu.MaxVCPUs]uint64
 }
 
-// VCPUState is a processor at rest.
+// VCPUState is the state of a paused processor.
 type VCPUState struct {
 	Regs      kvm.Regs
 	Sregs     kvm.Sregs
@@ -52,8 +54,8 @@ type VCPUState struct {
 	MSRs      []kvm.MSREntry
 }
 
-// DeviceState is a virtio device at rest: its transport, and what only the
-// device knows, encoded by itself.
+// DeviceState is the state of a paused virtio device: its transport, and the
+// state specific to the device, which the device encodes itself.
 type DeviceState struct {
 	MMIO virtio.MMIOState
 	Own  []byte
@@ -91,8 +93,8 @@ func (s *State) Marshal() ([]byte, error) {
 	return out.Marshal(), nil
 }
 
-// UnmarshalState decodes a state, which aliases b. It checks the form; whether the
-// values fit a machine is checked where they are put into one.
+// UnmarshalState decodes a state, which aliases b. It checks only the form; Load
+// checks whether the values fit the machine.
 func UnmarshalState(b []byte) (*State, error) {
 	in, err := vmstate.Unmarshal(b)
 	if err != nil {

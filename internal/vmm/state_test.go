@@ -14,7 +14,7 @@ import (
 	"agentrun.dev/internal/vmm/vmstate"
 )
 
-// sampleState has something in every field.
+// sampleState sets every field.
 func sampleState() *State {
 	s := &State{Profile: cpu.HostV1, Memory: 64 << 20, TSCKHz: 2_000_000, Clock: ClockState{Nanoseconds: 5, TSC: 7}}
 	s.VCPUs = []VCPUState{{
@@ -34,8 +34,8 @@ func encodeState(t testing.TB, s *State) []byte {
 	return b
 }
 
-// TestStateRefusesDamage: no truncation is taken for a state, and what follows
-// one is noticed. Flipped bits are the business of the snapshot's digest.
+// TestStateRefusesDamage: no truncated state is accepted, and trailing bytes
+// are noticed. The digest of the snapshot catches flipped bits.
 func TestStateRefusesDamage(t *testing.T) {
 	good := encodeState(t, sampleState())
 	if _, err := UnmarshalState(good); err != nil {
@@ -51,7 +51,8 @@ func TestStateRefusesDamage(t *testing.T) {
 	}
 }
 
-// TestStateParts: the parts are as long as those who keep states expect.
+// TestStateParts: the sizes of the encoded parts match the constants of package
+// vmstate.
 func TestStateParts(t *testing.T) {
 	for what, sizes := range map[string][2]int{
 		"clock":     {binary.Size(ClockState{}), vmstate.SizeClock},
@@ -71,7 +72,7 @@ func TestStateParts(t *testing.T) {
 	}
 }
 
-// TestStateStays: snapshots that were made before are restored.
+// TestStateStays: snapshots of earlier versions can still be restored.
 func TestStateStays(t *testing.T) {
 	b, err := os.ReadFile("testdata/state.hex")
 	if err != nil {
@@ -84,7 +85,7 @@ func TestStateStays(t *testing.T) {
 	}
 }
 
-// FuzzState: whatever is accepted has one encoding.
+// FuzzState: an accepted state has exactly one encoding.
 func FuzzState(f *testing.F) {
 	f.Add(encodeState(f, sampleState()))
 	f.Add([]byte("AGRSTATE"))

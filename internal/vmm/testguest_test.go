@@ -24,8 +24,8 @@ const (
 	guestBooted = 0x41475254 // "AGRT"
 )
 
-// testGuest is the host's side of the bare guest: commands go in, results
-// come out, both in order.
+// testGuest is the host's side of the bare guest. It sends commands and
+// receives results, both in order.
 type testGuest struct {
 	*VM
 	commands chan []uint32
@@ -40,7 +40,8 @@ func newTestGuest() *testGuest {
 
 func (g *testGuest) Out(v uint32) { g.results <- v }
 
-// In blocks the vCPU until there is a command, so an idle guest costs nothing.
+// In blocks the vCPU until there is a command, so an idle guest uses no
+// processor time.
 func (g *testGuest) In(port uint16) uint32 {
 	if port == MarkerCommand {
 		select {
@@ -104,13 +105,13 @@ func bootTestGuest(t testing.TB, memory uint64, vcpus int) *testGuest {
 	return g
 }
 
-// Pause gets a vCPU that waits for a command out of In, then pauses.
+// Pause makes a vCPU that waits for a command leave In, then pauses.
 func (g *testGuest) Pause() error {
 	defer g.nudged()()
 	return g.VM.Pause()
 }
 
-// nudged makes a guest ask again and again until what it returns is called.
+// nudged makes a guest ask for commands repeatedly until stop is called.
 func (g *testGuest) nudged() (stop func()) {
 	stopped := make(chan struct{})
 	go func() {
@@ -125,7 +126,7 @@ func (g *testGuest) nudged() (stop func()) {
 	return func() { close(stopped) }
 }
 
-// result is the next word from the guest.
+// result returns the next word from the guest.
 func (g *testGuest) result(t testing.TB) uint32 {
 	t.Helper()
 	select {

@@ -13,7 +13,7 @@ import (
 )
 
 // kickSignal interrupts KVM_RUN. Go's runtime handles SIGURG on every thread
-// for its own preemption and ignores those it did not send.
+// for its own preemption, and ignores those that it did not send.
 const kickSignal = unix.SIGURG
 
 // vcpu is one processor and the thread that runs it.
@@ -22,17 +22,17 @@ type vcpu struct {
 	vm  *VM
 	kvm *kvm.VCPU
 	tid atomic.Int32
-	// xcr0 is what a vCPU that has not run begins with, 0 if nobody has set it.
+	// xcr0 is the XCR0 of a vCPU that has not run; 0 if it was not set.
 	xcr0 uint64
-	// clockless says that it has no kvm-clock, and has not run yet.
+	// clockless says that it does not use kvm-clock and has not run yet.
 	clockless bool
 }
 
-// run is the body of the vCPU's thread: it waits for the gate to be opened and
-// then enters the guest until the VM ends.
+// run is the main function of the vCPU's thread. It waits until the gate is
+// open and then enters the guest until the VM ends.
 func (c *vcpu) run() {
-	// The thread is never unlocked: it ends with the goroutine, so that no
-	// other goroutine inherits a thread that is being kicked.
+	// The thread is never unlocked, so it ends with the goroutine: no other
+	// goroutine gets a thread that is being kicked.
 	runtime.LockOSThread()
 	c.tid.Store(int32(unix.Gettid()))
 	if !c.vm.gate.pass(c) {
@@ -60,12 +60,12 @@ func (c *vcpu) run() {
 func (c *vcpu) kick() {
 	c.kvm.SetImmediateExit(true)
 	if tid := c.tid.Load(); tid != 0 {
-		// ESRCH means that the thread has ended: then it is out already.
+		// ESRCH means that the thread has ended, so it has left the guest.
 		_ = unix.Tgkill(os.Getpid(), int(tid), kickSignal)
 	}
 }
 
-// handle serves one exit. It reports the VM's end if the exit means that.
+// handle serves one exit. It returns true if the exit ends the VM.
 func (c *vcpu) handle() (vmstate.Exit, bool) {
 	switch reason := c.kvm.ExitReason(); reason {
 	case kvm.ExitIO:
@@ -75,7 +75,7 @@ func (c *vcpu) handle() (vmstate.Exit, bool) {
 			return vmstate.Exit{Reason: vmstate.InternalError, Detail: fmt.Sprintf("vCPU %d: %v", c.id, err)}, true
 		}
 	case kvm.ExitIntr, kvm.ExitIRQWindow, kvm.ExitIOAPICEOI:
-		// Nothing to do: KVM only lets user space know.
+		// No action needed: KVM only informs user space.
 	case kvm.ExitShutdown:
 		return vmstate.Exit{Reason: vmstate.TripleFault, Detail: c.where()}, true
 	case kvm.ExitInternalError:
@@ -89,7 +89,7 @@ func (c *vcpu) handle() (vmstate.Exit, bool) {
 	return vmstate.Exit{}, false
 }
 
-// where says where the processor was, for a person who reads the exit.
+// where describes where the processor was, for the person who reads the exit.
 func (c *vcpu) where() string {
 	r, err := c.kvm.Regs()
 	if err != nil {

@@ -20,21 +20,21 @@ type VM struct {
 	kvm     *kvm.VM
 	mem     *guestmem.Memory
 	vcpus   []*vcpu
-	threads bool // each vCPU has a thread that runs it or waits at the gate: since Start
+	threads bool // since Start: each vCPU has a thread that runs it or waits at the gate
 	ioapic  *ioapic
 	serial  *serial
 	console consoleLog
 	windows windows
 	ports   ports
 	nets    []*virtio.Net
-	vsock   *virtio.Vsock // nil without one
+	vsock   *virtio.Vsock // nil if the machine has none
 	rng     *virtio.RNG
 	balloon *virtio.Balloon
 	profile cpu.Profile
-	devices Devices // which the VM closes; closing protects their sockets
+	devices Devices // the VM closes them; closing protects their sockets
 	gate    *gate
 
-	// capturing is held by the capture that goes on, capture is it.
+	// capturing is held during a capture; capture points to it.
 	capturing sync.Mutex
 	capture   atomic.Pointer[Capture]
 
@@ -51,7 +51,7 @@ type VM struct {
 	stopped *ClockState // the guest's time while it stands still
 }
 
-// ErrEnded says that the guest is no longer running.
+// ErrEnded means that the guest is no longer running.
 var ErrEnded = errors.New("the guest has ended")
 
 // Start lets the guest run for the first time.
@@ -68,8 +68,9 @@ func (vm *VM) Start() error {
 		}
 	}
 	vm.gate.release()
-	// Not earlier: who is about to wait for the guest hands its thread to a vCPU,
-	// while one that waited at the gate would have to be woken.
+	// The threads start only now. A goroutine that is about to wait for the guest
+	// hands its thread to a vCPU; a vCPU that waited at the gate would have to be
+	// woken first.
 	vm.threads = true
 	for _, c := range vm.vcpus {
 		go c.run()
@@ -80,7 +81,7 @@ func (vm *VM) Start() error {
 // Done is closed when the guest has ended.
 func (vm *VM) Done() <-chan struct{} { return vm.done }
 
-// Wait returns how the guest ended, once it has.
+// Wait waits until the guest has ended and returns how it ended.
 func (vm *VM) Wait() vmstate.Exit {
 	<-vm.done
 	return vm.exit
@@ -89,8 +90,8 @@ func (vm *VM) Wait() vmstate.Exit {
 // Stop ends the guest at once, as if its power was cut.
 func (vm *VM) Stop() { vm.end(vmstate.Exit{Reason: vmstate.Stopped}) }
 
-// end records how the guest ended and sends the vCPUs home. The first caller
-// wins. It must not wait for the vCPUs: one of them may be the caller.
+// end records how the guest ended and ends the vCPUs. Only the first call has
+// an effect. It must not wait for the vCPUs: one of them may be the caller.
 func (vm *VM) end(e vmstate.Exit) {
 	vm.endOnce.Do(func() {
 		vm.exit = e
@@ -99,7 +100,7 @@ func (vm *VM) end(e vmstate.Exit) {
 	})
 }
 
-// Pause stops all vCPUs and devices. When it returns nothing touches guest
+// Pause stops all vCPUs and devices. When it returns, neither accesses guest
 // memory or a disk any more, and no access of the guest is half done.
 func (vm *VM) Pause() error {
 	vm.mu.Lock()
@@ -128,8 +129,8 @@ func (vm *VM) Pause() error {
 	return nil
 }
 
-// Park is Pause until the host sends something over vsock: knocked is then called,
-// once. Pause and Resume end that.
+// Park pauses the guest until the host sends data over vsock. knocked is then
+// called, once. Pause and Resume cancel that.
 func (vm *VM) Park(knocked func()) error {
 	if vm.vsock == nil {
 		return errors.New("park: this guest has no vsock device to be woken by")
@@ -147,14 +148,14 @@ func (vm *VM) wakeOn(knocked func()) {
 	}
 }
 
-// Paused reports whether the guest stands still.
+// Paused reports whether the guest is paused.
 func (vm *VM) Paused() bool {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
 	return vm.paused
 }
 
-// Resume lets a paused guest go on.
+// Resume lets a paused guest continue.
 func (vm *VM) Resume() error {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
@@ -172,7 +173,7 @@ func (vm *VM) Resume() error {
 	return nil
 }
 
-// resumeDevices lets the guest's time and its devices go on, just before its
+// resumeDevices lets the guest's time and its devices continue, just before its
 // processors do.
 func (vm *VM) resumeDevices() error {
 	if err := vm.startClock(); err != nil {
@@ -184,8 +185,8 @@ func (vm *VM) resumeDevices() error {
 	return nil
 }
 
-// Close ends the guest if it still runs and frees everything. It returns how
-// the guest ended.
+// Close ends the guest if it still runs, and frees all resources. It returns
+// how the guest ended.
 func (vm *VM) Close() (vmstate.Exit, error) {
 	vm.Stop()
 	vm.closing.Lock()
@@ -197,18 +198,18 @@ func (vm *VM) Close() (vmstate.Exit, error) {
 	if closed {
 		return vm.exit, nil
 	}
-	// A vCPU may wait for a capture to save its page: that goes on.
+	// A vCPU may wait for a capture to save its page: the capture still does.
 	vm.leave()
 	if c := vm.capture.Load(); c != nil {
 		c.Cancel(ErrEnded)
 	}
-	vm.capturing.Lock() // it reads guest memory
+	vm.capturing.Lock() // the capture reads guest memory
 	defer vm.capturing.Unlock()
 	return vm.exit, errors.Join(vm.free(), vm.devices.close())
 }
 
-// Plug gives network interface i another socket, which the VM takes over. Frames
-// that wait in the one before are lost.
+// Plug replaces the socket of network interface i. The VM takes over the new
+// socket. Frames that wait in the old one are lost.
 func (vm *VM) Plug(i int, socket *os.File) (err error) {
 	vm.closing.Lock()
 	defer vm.closing.Unlock()
@@ -232,7 +233,7 @@ func (vm *VM) Plug(i int, socket *os.File) (err error) {
 	return old.Close()
 }
 
-// leave ends the vCPUs' threads, and waits until they are gone.
+// leave ends the vCPUs' threads and waits for them.
 func (vm *VM) leave() {
 	if vm.threads {
 		vm.gate.close(vm.vcpus)
@@ -240,7 +241,7 @@ func (vm *VM) leave() {
 	}
 }
 
-// free releases what NewSpare and createDevices made.
+// free releases all that NewSpare and createDevices made.
 func (vm *VM) free() error {
 	vm.leave()
 	var errs []error
@@ -259,13 +260,13 @@ func (vm *VM) free() error {
 	return errors.Join(errs...)
 }
 
-// Console returns the tail of what the guest printed.
+// Console returns the end of the guest's output.
 func (vm *VM) Console() Console { return vm.console.snapshot() }
 
-// Connect opens a stream to a port in the guest; conn is the host's end, one
-// of a non-blocking unix stream pair, and the VM takes it over. The result is
-// told once: nil when the guest accepted. Copies of the guest go on with the
-// stream that was made last as a standby, if it is idle then.
+// Connect opens a stream to a port in the guest. conn is the host's end, one of
+// a non-blocking unix stream pair; the VM takes it over. result is called once,
+// with nil when the guest has accepted. Copies of the guest continue the last
+// stream that was made as a standby, if the stream is idle when they are made.
 func (vm *VM) Connect(port uint32, conn *os.File, standby bool, result func(error)) {
 	if vm.vsock == nil {
 		result(errors.Join(errors.New("connect: this guest has no vsock device"), conn.Close()))
@@ -278,11 +279,11 @@ func (vm *VM) Connect(port uint32, conn *os.File, standby bool, result func(erro
 	vm.vsock.Connect(port, conn, result)
 }
 
-// Settle waits until the guest has done what it would do by itself, and again and
-// again in each copy, but no longer than limit. The guest gives back the memory that
-// it does not use: it reports free pages some seconds after they became free, and
-// is done when a report was followed by quiet. And its kernel feeds its generator of
-// random numbers every now and then: it must not be about to.
+// Settle waits, no longer than limit, until the guest has finished two tasks that
+// each copy would otherwise repeat. First, the guest gives back unused memory: it
+// reports free pages some seconds after they became free, and a report followed by
+// quiet is the last. Second, its kernel reseeds its random number generator from
+// time to time: that must not be about to happen.
 func (vm *VM) Settle(quiet, limit time.Duration) {
 	end := time.NewTimer(limit)
 	defer end.Stop()
@@ -302,11 +303,12 @@ func (vm *VM) Settle(quiet, limit time.Duration) {
 	}
 }
 
-// feedingSoon is how much time is to be left before the kernel feeds its generator
-// again: enough to be captured, and for a copy to answer.
+// feedingSoon is how much time must remain before the kernel reseeds its generator
+// again: enough for a capture and for a copy's first answer.
 const feedingSoon = 800 * time.Millisecond
 
-// awaitFeeding waits until the kernel has fed its generator, if it is about to.
+// awaitFeeding waits until the kernel has reseeded its generator, if it is
+// about to.
 func (vm *VM) awaitFeeding(end <-chan time.Time) {
 	asked := vm.rng.Asked()
 	for vm.rng.Due(feedingSoon) {

@@ -34,7 +34,7 @@ func TestBareGuest(t *testing.T) {
 	}
 }
 
-// TestDiscard: pages given back to the host read as zeros.
+// TestDiscard: discarded pages read as zeros.
 func TestDiscard(t *testing.T) {
 	g := bootTestGuest(t, 64*mib, 1)
 	const start, count, value = 0x2000, 256, 7
@@ -48,7 +48,7 @@ func TestDiscard(t *testing.T) {
 }
 
 func TestEnds(t *testing.T) {
-	// Nothing answers in the middle of the device windows: an instruction
+	// No device answers in the middle of the device windows, so an instruction
 	// fetched from there cannot be emulated.
 	const unbacked = 0xd800_0000
 	for _, c := range []struct {
@@ -78,8 +78,8 @@ func TestEnds(t *testing.T) {
 	})
 }
 
-// TestPause: a paused guest makes no progress, and goes on as if nothing had
-// happened, wherever it was stopped.
+// TestPause: a paused guest makes no progress, and then continues normally, no
+// matter where it was stopped.
 func TestPause(t *testing.T) {
 	g := bootTestGuest(t, 64*mib, 1)
 	const start, count = 0x1800, 4096

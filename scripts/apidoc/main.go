@@ -1,4 +1,5 @@
-// Command apidoc writes the reference of the REST API from its description:
+// Command apidoc writes the reference of the REST API, from the API's
+// description:
 //
 //	go run ./scripts/apidoc api/openapi.yaml > docs/api-reference.md
 package main
@@ -26,7 +27,7 @@ func main() {
 	}
 }
 
-// write writes the reference of a description.
+// write writes the reference for a description.
 func write(w io.Writer, file string) error {
 	doc, err := openapi3.NewLoader().LoadFromFile(file)
 	if err != nil {
@@ -63,7 +64,8 @@ type operation struct {
 
 var methods = []string{http.MethodGet, http.MethodHead, http.MethodPut, http.MethodPost, http.MethodPatch, http.MethodDelete}
 
-// operations are those with a tag; the tag "" is that of those without any.
+// operations returns the operations with a tag; for the tag "" those without
+// tags.
 func operations(doc *openapi3.T, tag string) (out []operation) {
 	for _, path := range slices.Sorted(maps.Keys(doc.Paths.Map())) {
 		item := doc.Paths.Value(path)
@@ -78,8 +80,8 @@ func operations(doc *openapi3.T, tag string) (out []operation) {
 	return out
 }
 
-// tagsOf are the tags in the order of the description, and "" if there are
-// operations without one.
+// tagsOf returns the tags in the order of the description, and first "" if
+// there are operations without tags.
 func tagsOf(doc *openapi3.T) (tags []string) {
 	if len(operations(doc, "")) > 0 {
 		tags = append(tags, "")
@@ -161,7 +163,7 @@ func (p *page) schema(name string, s *openapi3.Schema) {
 	}
 }
 
-// star marks what must be given.
+// star marks required fields.
 func star(required bool) string {
 	if required {
 		return " \\*"
@@ -177,12 +179,12 @@ func enum(s *openapi3.Schema) string {
 	return strings.Join(values, ", ")
 }
 
-// cell is text that fits into a cell of a table.
+// cell makes text fit into a cell of a table.
 func cell(s string) string {
 	return strings.ReplaceAll(strings.Join(strings.Fields(s), " "), "|", "\\|")
 }
 
-// typeOf names a type: a link to a schema, or what it is.
+// typeOf names a type: by a link to its schema, or by its description.
 func typeOf(ref *openapi3.SchemaRef) string {
 	if ref == nil || ref.Value == nil {
 		return ""

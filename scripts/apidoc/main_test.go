@@ -8,7 +8,7 @@ import (
 	"github.com/getkin/kin-openapi/openapi3"
 )
 
-// TestCurrent: the reference is what the description makes it, and has every
+// TestCurrent: the reference is up to date with the description, and has every
 // operation and every schema.
 func TestCurrent(t *testing.T) {
 	const description, reference = "../../api/openapi.yaml", "../../docs/api-reference.md"

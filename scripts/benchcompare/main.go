@@ -94,8 +94,8 @@ type summary struct {
 	P50 float64 `json:"p50_ms"`
 }
 
-// parseReport finds the measures of a report: the median of each sample, in
-// floors where the report has a floor, and each number of bytes or
+// parseReport returns the measures of a report: the median of each sample,
+// divided by the floor if the report has a floor, and each number of bytes or
 // milliseconds.
 func parseReport(raw []byte) (map[string]float64, error) {
 	var top map[string]json.RawMessage
@@ -109,7 +109,7 @@ func parseReport(raw []byte) (map[string]float64, error) {
 
 func collect(out map[string]float64, prefix string, object map[string]json.RawMessage) {
 	var floor summary
-	_ = json.Unmarshal(object["floor"], &floor) // a report without one has times in ms
+	_ = json.Unmarshal(object["floor"], &floor) // without a floor the times stay in ms
 	for key, raw := range object {
 		name := prefix + key
 		var number float64
@@ -127,7 +127,7 @@ func collect(out map[string]float64, prefix string, object map[string]json.RawMe
 		switch _, sample := inner["p50_ms"]; {
 		case !sample:
 			collect(out, name+".", inner)
-		case json.Unmarshal(raw, &s) != nil || s.N == 0: // it was not measured
+		case json.Unmarshal(raw, &s) != nil || s.N == 0: // not measured
 		case key != "floor" && floor.P50 > 0:
 			out[name+" (floors)"] = s.P50 / floor.P50
 		default:
@@ -184,7 +184,7 @@ func ratio(a, b float64) float64 {
 	return a / b
 }
 
-// median is the upper one of two in the middle.
+// median returns the upper one of two values in the middle.
 func median(values []float64) float64 {
 	s := slices.Sorted(slices.Values(values))
 	return s[len(s)/2]

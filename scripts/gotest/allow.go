@@ -7,13 +7,14 @@ import (
 	"strings"
 )
 
-// allowance lets tests be skipped whose package and name match its patterns.
+// allowance permits the skip of tests whose package and name match its
+// patterns.
 type allowance struct {
 	pkg, test, reason string
 }
 
-// readAllowed reads lines of PACKAGE TEST REASON; both names are patterns of
-// path.Match, and the reason is not optional.
+// readAllowed reads lines of PACKAGE TEST REASON. Both names are patterns of
+// path.Match; the reason is required.
 func readAllowed(file string) ([]allowance, error) {
 	if file == "" {
 		return nil, nil

@@ -1,7 +1,7 @@
-// Command gotest runs go test and says what happened in few lines: one per
-// package, the output of what failed, the reason of what was skipped, and a
-// closing count. A skipped test fails the run unless a file allows it: a suite
-// that skips what it cannot run looks like one that passes.
+// Command gotest runs go test and summarises the run: one line per package, the
+// output of failed tests, the reasons of skipped tests, and a final count. A skipped
+// test fails the run unless a file allows the skip: otherwise a suite that cannot
+// run its tests would look like one that passes.
 //
 //	go run ./scripts/gotest [-allow FILE] [-v] [-slow DURATION] -- GO-TEST-ARGUMENTS…
 package main
@@ -42,7 +42,8 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	cmd := exec.CommandContext(ctx, "go", append([]string{"test", "-json"}, flags.Args()...)...)
-	// Interrupted, go test ends its tests itself; killed, it would leave them.
+	// If go test is interrupted, it ends its tests itself; if it is killed, it
+	// leaves them running.
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.Stderr = os.Stderr
 	stdout, err := cmd.StdoutPipe()
@@ -80,8 +81,8 @@ type event struct {
 	FailedBuild string
 }
 
-// readEvents passes every event on. Lines that are none come from programs
-// which write past go test's pipes, and are passed on as output.
+// readEvents calls f with every event. Lines that are not events come from
+// programs that bypass go test's pipes; they are treated as output.
 func readEvents(r io.Reader, f func(event)) error {
 	lines := bufio.NewReader(r)
 	for {

@@ -9,10 +9,11 @@ import (
 	"time"
 )
 
-// outputLimit bounds what is kept of one test's output; its end matters most.
+// outputLimit bounds how much of one test's output is kept. The end matters
+// most.
 const outputLimit = 256 << 10
 
-// key names a test; the package as a whole has an empty test.
+// key names a test; for the package as a whole, test is empty.
 type key struct{ pkg, test string }
 
 // tail keeps the last outputLimit bytes.
@@ -38,25 +39,25 @@ func (t *tail) String() string {
 	return t.text
 }
 
-// packageCount is what a package's tests came to.
+// packageCount counts the results of a package's tests.
 type packageCount struct{ passed, failed, skipped int }
 
-// summary turns events into a short account.
+// summary turns events into a short report.
 type summary struct {
 	out     io.Writer
 	allowed []allowance
-	verbose bool          // print all tests that passed
-	slow    time.Duration // print those that took this long; 0: none
+	verbose bool          // print all passed tests
+	slow    time.Duration // print passed tests that took at least this long; 0: no such lines
 
 	output   map[key]*tail
-	running  map[key]bool // started and not ended
-	parents  map[key]bool // tests that have subtests: their leaves are counted
+	running  map[key]bool // started but not ended
+	parents  map[key]bool // tests with subtests: only their leaves are counted
 	packages map[string]*packageCount
-	builds   map[string]*tail // output of builds, by what is built
+	builds   map[string]*tail // output of builds, by import path
 
 	total    packageCount
 	broken   int // packages that failed outside their tests
-	refused  int // skips that nothing allows
+	refused  int // skips without an allowance
 	ranTests bool
 }
 
@@ -149,7 +150,7 @@ func (s *summary) skipped(k key) {
 	fmt.Fprintf(s.out, "SKIP  %s %s: not allowed\n%s", k.pkg, k.test, indent(s.output[k].String()))
 }
 
-// indent sets a test's output off and drops the lines that only frame it.
+// indent indents a test's output and drops the framing lines of go test.
 func indent(text string) string {
 	var b strings.Builder
 	for line := range strings.Lines(text) {
@@ -183,8 +184,8 @@ func (s *summary) packageDone(e event) {
 	}
 }
 
-// explainPackage says why a package failed when none of its tests says it: it
-// did not compile, it panicked, it ran out of time, TestMain failed.
+// explainPackage prints why a package failed if its tests do not show it: it
+// did not compile, it panicked, it timed out, or TestMain failed.
 func (s *summary) explainPackage(e event, c *packageCount) {
 	if e.FailedBuild != "" {
 		s.broken++
@@ -209,7 +210,8 @@ func (s *summary) explainPackage(e event, c *packageCount) {
 	}
 }
 
-// close prints the closing line and says whether the run counts as passed.
+// close prints the final line and returns an error unless the run counts as
+// passed.
 func (s *summary) close() error {
 	fmt.Fprintf(s.out, "%d passed, %d failed, %d skipped\n", s.total.passed, s.total.failed, s.total.skipped)
 	var why []string

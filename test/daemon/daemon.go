@@ -17,27 +17,27 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Daemon is a state folder, and one daemon after the other on it.
+// Daemon is a state folder, on which daemons run one after another.
 type Daemon struct {
-	// State is the folder. Whoever called New removes it.
+	// State is the folder. The caller of New removes it.
 	State string
-	// Client speaks to whichever daemon runs.
+	// Client talks to the daemon that is running.
 	Client *client.Client
-	// Flags are those of agentrun up.
+	// Flags are the flags of agentrun up.
 	Flags []string
-	// Launch starts the daemon's process. Without it that is cmd.Start.
+	// Launch starts the daemon's process. If it is nil, cmd.Start does.
 	Launch func(cmd *exec.Cmd) error
-	// Log is that of all daemons.
+	// Log is the log of all daemons.
 	Log Log
 
 	programs string   // their folder
-	process  *process // of the daemon that was started last
+	process  *process // of the latest daemon
 }
 
-// process is that of one daemon.
+// process is the process of one daemon.
 type process struct {
 	*os.Process
-	ended chan struct{} // closed when it has ended, and err is set
+	ended chan struct{} // closed when the process has ended and err is set
 	err   error
 }
 
@@ -59,7 +59,8 @@ func New(t testing.TB) *Daemon {
 	return d
 }
 
-// Command is agentrun with the state folder. It is killed when ctx ends.
+// Command returns a command that runs agentrun with the state folder. It is
+// killed when ctx ends.
 func (d *Daemon) Command(ctx context.Context, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, filepath.Join(d.programs, "agentrun"), args...)
 	path := d.programs + string(os.PathListSeparator) + os.Getenv("PATH")
@@ -67,15 +68,16 @@ func (d *Daemon) Command(ctx context.Context, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// OwnPrograms puts the programs into the state folder: the processes of this daemon and
-// of its sandboxes are told from those of others by where their program is.
+// OwnPrograms puts the programs into the state folder. Then the processes of this
+// daemon and its sandboxes can be distinguished from others by the folder of their
+// program.
 func (d *Daemon) OwnPrograms(t testing.TB) {
 	t.Helper()
 	d.programs = d.install(t, "programs", d.programs)
 }
 
-// Install has daemons that are started from now on be of another AgentRun: programs that are
-// in a folder are taken from there, and the others are those of this one.
+// Install makes daemons that start from now on use programs of another AgentRun: those that
+// folder has. The other programs are those of this AgentRun.
 func (d *Daemon) Install(t testing.TB, name, folder string) {
 	t.Helper()
 	main, err := assets.Folder()
@@ -85,7 +87,7 @@ func (d *Daemon) Install(t testing.TB, name, folder string) {
 	d.programs = d.install(t, "programs-"+name, folder, main)
 }
 
-// install puts programs into a folder of the state folder: each from the first of some
+// install puts programs into a folder of the state folder, each from the first of the
 // folders that has it.
 func (d *Daemon) install(t testing.TB, name string, from ...string) (own string) {
 	t.Helper()
@@ -99,7 +101,7 @@ func (d *Daemon) install(t testing.TB, name string, from ...string) (own string)
 			if err == nil {
 				break
 			}
-			if !errors.Is(err, fs.ErrNotExist) { // an engine may be missing
+			if !errors.Is(err, fs.ErrNotExist) { // the program of an engine may be missing
 				t.Fatal(err)
 			}
 		}
@@ -107,7 +109,8 @@ func (d *Daemon) install(t testing.TB, name string, from ...string) (own string)
 	return own
 }
 
-// link gives a program another name, which may be there already, or copies it.
+// link gives a program another name, unless the name exists, or copies the
+// program to another file system.
 func link(from, to string) error {
 	err := os.Link(from, to)
 	switch {
@@ -127,7 +130,8 @@ func copyProgram(from, to string) error {
 	return os.WriteFile(to, b, 0o755) //nolint:gosec // it is to be executed, by users without a name too
 }
 
-// Up starts a daemon, with more flags, and waits until it says that it serves.
+// Up starts a daemon, with additional flags, and waits until it says that it
+// serves.
 func (d *Daemon) Up(t testing.TB, flags ...string) {
 	t.Helper()
 	path := filepath.Join(d.State, "notify")
@@ -145,7 +149,7 @@ func (d *Daemon) Up(t testing.TB, flags ...string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = log.Close() }() // the daemon has it
+	defer func() { _ = log.Close() }() // the daemon has its own descriptor
 	cmd.Stderr = log
 	launch := d.Launch
 	if launch == nil {
@@ -154,7 +158,8 @@ func (d *Daemon) Up(t testing.TB, flags ...string) {
 	if err := launch(cmd); err != nil {
 		t.Fatal(err)
 	}
-	// The daemon before may still be ending, told by its own command.
+	// The previous daemon may still be ending, after its own command has told
+	// it to.
 	p := &process{Process: cmd.Process, ended: make(chan struct{})}
 	d.process = p
 	go func() {
@@ -180,19 +185,20 @@ func (d *Daemon) Up(t testing.TB, flags ...string) {
 	}
 }
 
-// PID is that of the daemon that was started last.
+// PID returns the process id of the latest daemon.
 func (d *Daemon) PID() int { return d.process.Pid }
 
-// Kill ends the daemon without a word. One that has ended is left alone.
+// Kill kills the daemon with SIGKILL. It does nothing if the daemon has ended.
 func (d *Daemon) Kill() {
 	_ = d.process.Kill()
 	<-d.process.ended
-	d.Client.Close() // its connections
+	d.Client.Close() // its connections are useless now
 }
 
-// Interrupt ends the daemon as a terminal does, and returns how it ended.
+// Interrupt ends the daemon as Ctrl-C in a terminal does, and returns the error
+// that it ended with.
 func (d *Daemon) Interrupt() error {
-	_ = d.process.Signal(os.Interrupt) // one that has ended says so
+	_ = d.process.Signal(os.Interrupt) // Wait reports a daemon that has ended already
 	return d.Wait()
 }
 

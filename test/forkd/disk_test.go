@@ -8,7 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// onDisk puts the state folder on a file system of its own, before a daemon is started.
+// onDisk puts the state folder on a file system of its own. It must be called before a
+// daemon is started.
 func (n *node) onDisk(options string) {
 	n.t.Helper()
 	if err := unix.Mount("tmpfs", n.State, "tmpfs", 0, options); err != nil {
@@ -19,7 +20,7 @@ func (n *node) onDisk(options string) {
 
 func (n *node) filler() string { return filepath.Join(n.State, "filler") }
 
-// fill takes all room of the state folder's disk but for so many bytes.
+// fill fills the state folder's disk until only that many bytes are left.
 func (n *node) fill(left uint64) {
 	n.t.Helper()
 	f, err := os.OpenFile(n.filler(), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)

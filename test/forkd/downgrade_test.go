@@ -12,8 +12,8 @@ import (
 	"go.etcd.io/bbolt"
 )
 
-// TestNewerJournal: a daemon does not start on the journal of a newer one. It says so, with
-// what is to be done, and ends nothing: the newer daemon has all of its sandboxes.
+// TestNewerJournal: a daemon does not start on the journal of a newer one. Its error
+// names the next step. It does not touch the sandboxes: the newer daemon finds them all.
 func TestNewerJournal(t *testing.T) {
 	n := newNode(t)
 	n.up()
@@ -52,7 +52,7 @@ func TestNewerJournal(t *testing.T) {
 	n.end(new(traces))
 }
 
-// setSchema plays a daemon that writes a journal of some schema.
+// setSchema plays a daemon that writes a journal with this schema.
 func setSchema(t *testing.T, n *node, schema uint32) {
 	t.Helper()
 	db, err := bbolt.Open(filepath.Join(n.State, "forkd", "journal"), 0o600, nil)

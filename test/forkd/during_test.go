@@ -15,38 +15,37 @@ import (
 	"agentrun.dev/test/soak"
 )
 
-// victim is a node whose daemon is killed, again and again.
+// victim is a node whose daemon is killed again and again.
 type victim struct {
 	*node
 	known *told
 	seen  *traces
-	// revision is that of the pool, and next the one that it may have instead: whoever
-	// asked for it was cut off, unless told is set.
+	// revision is the pool's revision. next is the one that it may have instead: the
+	// request for it was cut off, unless nextTold is set.
 	revision, next string
 	nextTold       bool
 }
 
-// in is the victim in a subtest.
+// in returns the victim for a subtest.
 func (v *victim) in(t *testing.T) *victim {
 	of := *v
 	of.node = &node{Daemon: v.Daemon, t: t}
 	return &of
 }
 
-// ordeal is something during which the daemon is killed.
+// ordeal is an operation during which the daemon is killed.
 type ordeal struct {
 	moments []moment
-	// do is cut off by the kill, and reports what else has failed.
+	// do is cut off by the kill. It reports all other errors.
 	do func(v *victim, ctx context.Context, round string)
-	// after looks at what has become of it.
+	// after checks the result.
 	after func(v *victim, round string)
 }
 
 // TestKilledDuring: the daemon is killed during a rollout, a build, a burst of claims and
-// hibernations, at moments that are chosen and at any. The next one has all sandboxes
-// that somebody was told of, with their memory; each of them once; pools get to their
-// size and their revision, and builds to their end; and there is nothing, be it a process
-// or a file, that no record names.
+// hibernations, at chosen and at random moments. The next daemon has every sandbox that a
+// client was told of, exactly once and with its memory. Pools reach their size and their
+// revision, and builds finish. Every process and every file belongs to a record.
 func TestKilledDuring(t *testing.T) {
 	v := &victim{
 		node: newNode(t), seen: new(traces), revision: "first",
@@ -99,7 +98,7 @@ var ordeals = map[string]ordeal{
 			{within: time.Second},
 		},
 		do:    (*victim).burst,
-		after: func(v *victim, round string) { v.claimAll(v.t.Context(), round) }, // again
+		after: func(v *victim, round string) { v.claimAll(v.t.Context(), round) }, // repeat the claims
 	},
 	"hibernation": {
 		moments: []moment{
@@ -114,7 +113,7 @@ var ordeals = map[string]ordeal{
 	},
 }
 
-// endure has the daemon killed during an ordeal.
+// endure kills the daemon several times during an ordeal.
 func (v *victim) endure(name string, o ordeal) {
 	order := rand.Perm(len(o.moments))
 	for i := range soak.Count(20, 2) {
@@ -132,7 +131,7 @@ func (v *victim) endure(name string, o ordeal) {
 			v.t.Errorf("%s: it never came to that: %s", round, at.name)
 		}
 		if rand.IntN(2) == 0 {
-			time.Sleep(time.Duration(rand.IntN(30)) * time.Millisecond) // what comes next is cut off
+			time.Sleep(time.Duration(rand.IntN(30)) * time.Millisecond) // the kill cuts off a later step
 		}
 		v.Kill()
 		v.seen.noteOwn(v.node)
@@ -160,7 +159,7 @@ func (v *victim) failed(what string, err error) bool {
 	return err != nil
 }
 
-// claim claims a sandbox that nobody has heard of, and has it remember something.
+// claim claims a new sandbox and makes it remember a value.
 func (v *victim) claim(ctx context.Context, name, key string) {
 	v.known.unsure(name)
 	_, err := v.Client.CreateSandbox(ctx, rest.SandboxCreate{Name: name, Pool: "pool"}, key)
@@ -191,7 +190,7 @@ func (v *victim) rollOut(ctx context.Context, round string) {
 	<-ctx.Done()
 }
 
-// checkRevision looks at the revision of the sandboxes that the pool has.
+// checkRevision checks the revision of the pool's sandboxes.
 func (v *victim) checkRevision(round string) {
 	name := round + "-after"
 	v.claim(v.t.Context(), name, "")
@@ -203,14 +202,15 @@ func (v *victim) checkRevision(round string) {
 	v.revision = got
 }
 
-// build builds a template that no pool is of.
+// build builds a template that has no pool.
 func (v *victim) build(ctx context.Context, round string) {
 	_, err := v.Client.PutTemplate(ctx, round, python())
 	v.failed("apply a template", err)
 	<-ctx.Done()
 }
 
-// useBuilt claims a sandbox of the template, which was built without another word.
+// useBuilt claims a sandbox of the template, whose build must finish without
+// another request.
 func (v *victim) useBuilt(round string) {
 	ctx := v.t.Context()
 	var log strings.Builder
@@ -234,14 +234,14 @@ func (v *victim) useBuilt(round string) {
 	}
 }
 
-// burst claims more sandboxes at once than the pool has.
+// burst makes more claims at a time than the pool has sandboxes.
 func (v *victim) burst(ctx context.Context, round string) {
 	v.claimAll(ctx, round)
 	<-ctx.Done()
 }
 
-// claimAll makes the claims of a burst. Those that were answered before are answered
-// again, with the same sandbox; so are those that were cut off.
+// claimAll makes the claims of a burst. Claims that were answered before get the
+// same sandbox again, and so do claims that were cut off.
 func (v *victim) claimAll(ctx context.Context, round string) {
 	var all sync.WaitGroup
 	for i := range 5 {
@@ -254,7 +254,7 @@ func (v *victim) claimAll(ctx context.Context, round string) {
 	all.Wait()
 }
 
-// sleepAndWake hibernates sandboxes and wakes them until it is cut off.
+// sleepAndWake hibernates and wakes sandboxes until it is cut off.
 func (v *victim) sleepAndWake(ctx context.Context, round string) {
 	for i := range 2 {
 		v.claim(ctx, fmt.Sprintf("%s-%d", round, i), "")

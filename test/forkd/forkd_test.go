@@ -1,6 +1,6 @@
 // Package forkd tests the daemon through the agentrun command, with scripts that
-// read like the manual (testdata/*.txtar), on real sandboxes of the engine that
-// this machine has.
+// read like the manual (testdata/*.txtar). It uses real sandboxes of this
+// machine's engine.
 package forkd
 
 import (
@@ -36,6 +36,9 @@ func TestScripts(t *testing.T) {
 		Setup: func(env *testscript.Env) error {
 			env.Setenv("PATH", folder+string(os.PathListSeparator)+env.Getenv("PATH"))
 			env.Setenv("IMAGE", image)
+			if filepath.Base(env.WorkDir) == "script-images" {
+				env.Setenv("REGISTRY", registryWith(t, image))
+			}
 			// A socket's path is short.
 			state, err := os.MkdirTemp("", "agentrun-state-")
 			if err != nil {
@@ -60,8 +63,8 @@ func TestScripts(t *testing.T) {
 	})
 }
 
-// leave ends the sandboxes that a script has left. Its daemon has ended already,
-// and sandboxes outlive daemons.
+// leave ends the sandboxes that a script has left. The script's daemon has ended
+// already, but sandboxes outlive daemons.
 func leave(state string) error {
 	machines, err := filepath.Glob(filepath.Join(state, "forkd", "machines", "*"))
 	if err != nil || len(machines) == 0 {
@@ -78,7 +81,8 @@ func leave(state string) error {
 	return errors.Join(append(errs, closeEngine(), forget(state))...)
 }
 
-// openEngine opens the engine that daemons here use, beside them.
+// openEngine opens the engine that the daemons of these tests use, without a
+// daemon.
 func openEngine(state string) (e engine.Engine, closeAll func() error, err error) {
 	resident, err := os.MkdirTemp("/dev/shm", "agentrun-test-")
 	if err != nil {
@@ -92,8 +96,8 @@ func openEngine(state string) (e engine.Engine, closeAll func() error, err error
 	return e, func() error { return errors.Join(e.Close(), os.RemoveAll(resident)) }, nil
 }
 
-// forget removes a state folder and the layers that a daemon, or commands without
-// one, had loaded from it.
+// forget deletes a state folder, and the layers in memory that a daemon, or
+// commands without a daemon, had loaded from it.
 func forget(state string) error {
 	return errors.Join(os.RemoveAll(state), os.RemoveAll(layer.ResidentFolder(state)), os.RemoveAll(layer.ResidentFolder(filepath.Join(state, "forkd"))))
 }
@@ -131,7 +135,7 @@ func waitFor(ts *testscript.TestScript, neg bool, args []string) {
 	}
 }
 
-// grab sets a variable to what the first group of an expression matches in a file:
+// grab sets a variable to the match of an expression's first group in a file:
 //
 //	grab NAME REGEXP FILE
 func grab(ts *testscript.TestScript, neg bool, args []string) {
@@ -147,7 +151,7 @@ func grab(ts *testscript.TestScript, neg bool, args []string) {
 	ts.Setenv(args[0], found[1])
 }
 
-// findServer sets SERVER to the URL that a daemon says it serves on:
+// findServer sets SERVER to the URL that a daemon has printed:
 //
 //	server LOG [SCHEME]
 func findServer(ts *testscript.TestScript, neg bool, args []string) {
@@ -162,7 +166,7 @@ func findServer(ts *testscript.TestScript, neg bool, args []string) {
 	ts.Setenv("SERVER", scheme+"://"+ts.Getenv("SERVER"))
 }
 
-// writeCertificate writes a certificate for 127.0.0.1 that signs itself, and its key:
+// writeCertificate writes a self-signed certificate for 127.0.0.1, and its key:
 //
 //	certificate CERT KEY
 func writeCertificate(ts *testscript.TestScript, neg bool, args []string) {

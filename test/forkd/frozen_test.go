@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// freeze has a sandbox answer nobody any more: on gVisor a program inside stops the agent,
-// on microVMs, whose kernel does not let it, the vmm process is stopped.
+// freeze makes a sandbox stop answering. On gVisor a program inside stops the agent. The
+// kernel of a microVM does not allow that, so the vmm process is stopped.
 func (n *node) freeze(name string) {
 	n.t.Helper()
 	if kind, _ := pick.Choose(pick.Auto); kind == pick.MicroVM {
@@ -35,7 +35,7 @@ func (n *node) freeze(name string) {
 		}
 		n.t.Fatalf("%s has no machine", name)
 	}
-	// Its answer may come or not.
+	// An answer to this call may arrive or not.
 	ctx, cancel := context.WithTimeout(n.t.Context(), 2*time.Second)
 	defer cancel()
 	_, _ = n.Client.RunCode(ctx, name, rest.CodeRequest{Code: "import os, signal; os.kill(1, signal.SIGSTOP)"})
@@ -46,8 +46,8 @@ func (n *node) freeze(name string) {
 	}
 }
 
-// TestFrozen: sandboxes that answer nobody can be ended whatever is being done with them, and
-// keep neither the next daemon from serving nor anybody from the other sandboxes.
+// TestFrozen: sandboxes that do not answer can be killed during any operation on them. They
+// do not keep the next daemon from serving, nor clients from using other sandboxes.
 func TestFrozen(t *testing.T) {
 	n := newNode(t)
 	n.OwnPrograms(t)
@@ -84,7 +84,7 @@ func TestFrozen(t *testing.T) {
 		}
 	}
 	claim("good")
-	for _, phase := range []string{"before", "after"} { // a restart
+	for _, phase := range []string{"before", "after"} { // the restart
 		type call struct {
 			what string
 			done chan error
@@ -115,7 +115,7 @@ func TestFrozen(t *testing.T) {
 			}
 		}
 		for _, c := range calls {
-			// Who captures a sandbox may not need its agent.
+			// A capture may succeed, because it may not need the agent.
 			if err := <-c.done; ctx.Err() != nil {
 				t.Errorf("%s: nobody was told that it was killed: %v", c.what, err)
 			}

@@ -15,7 +15,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 )
 
-// shared is a folder for what all tests use.
+// shared is a folder for files that all tests use.
 var shared string
 
 func TestMain(m *testing.M) { os.Exit(runTests(m)) }
@@ -30,8 +30,8 @@ func runTests(m *testing.M) int {
 	return m.Run()
 }
 
-// pythonImage is an archive of an image with Python, python:3.12-slim, as docker
-// save would write it.
+// pythonImage returns an archive of an image with Python, python:3.12-slim, in
+// the format of docker save.
 func pythonImage(t *testing.T) string {
 	t.Helper()
 	path, err := makePythonImage()
@@ -49,7 +49,7 @@ var makePythonImage = sync.OnceValues(func() (string, error) {
 	if said, err := exec.Command("tar", "-C", root, "-cf", layer, ".").CombinedOutput(); err != nil {
 		return "", fmt.Errorf("%w\n%s", err, said)
 	}
-	// To compress takes far longer with the race detector than all that is tested.
+	// With the race detector, compression would take far longer than the tests.
 	l, err := tarball.LayerFromFile(layer, tarball.WithCompressionLevel(gzip.NoCompression))
 	if err != nil {
 		return "", err

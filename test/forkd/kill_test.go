@@ -21,7 +21,7 @@ import (
 	"agentrun.dev/test/soak"
 )
 
-// node is a state folder and the daemon on it.
+// node is a state folder with its daemon.
 type node struct {
 	*daemon.Daemon
 	t *testing.T
@@ -52,7 +52,7 @@ func (n *node) key(role rest.Role) string {
 	return made.Text
 }
 
-// down ends it politely.
+// down ends the daemon with agentrun down.
 func (n *node) down() {
 	n.t.Helper()
 	if out, err := n.command("down").CombinedOutput(); err != nil {
@@ -60,7 +60,7 @@ func (n *node) down() {
 	}
 }
 
-// templateMemory is that of the templates here, in bytes.
+// templateMemory is the memory of these templates, in bytes.
 const templateMemory = 128 << 20
 
 // python is a template with a warm interpreter.
@@ -70,7 +70,7 @@ func python() rest.TemplateSpec {
 	}
 }
 
-// template makes a pool of two.
+// template makes a template with a pool of two sandboxes.
 func (n *node) template(image string) {
 	n.t.Helper()
 	if out, err := n.command("image", "import", image).CombinedOutput(); err != nil {
@@ -96,14 +96,14 @@ func (n *node) template(image string) {
 	}
 }
 
-// told is what clients know of the sandboxes: those that they were told of.
+// told records the sandboxes that clients were told of.
 type told struct {
 	mu    sync.Mutex // protects all following fields
 	holds map[string]string
-	maybe map[string]bool // they may be there or not: a call for them was cut off
-	// answered are there, and what they hold is not known.
+	maybe map[string]bool // they may exist or not: a call for them was cut off
+	// answered are sandboxes that exist, whose content is not known.
 	answered map[string]bool
-	// saved is what checkpoints hold that somebody was told of.
+	// saved is the content of the checkpoints that clients were told of.
 	saved map[string]string
 }
 
@@ -111,7 +111,7 @@ func newTold() *told {
 	return &told{holds: map[string]string{}, maybe: map[string]bool{}, answered: map[string]bool{}, saved: map[string]string{}}
 }
 
-// answer notes that a sandbox is there.
+// answer notes that a sandbox exists.
 func (k *told) answer(name string) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -119,7 +119,7 @@ func (k *told) answer(name string) {
 	k.answered[name] = true
 }
 
-// save notes that a checkpoint holds what its sandbox does.
+// save notes that a checkpoint has the content of its sandbox.
 func (k *told) save(checkpoint, of string) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -141,7 +141,7 @@ func (k *told) unsure(name string) {
 	k.maybe[name] = true
 }
 
-// has reports whether a sandbox is known well.
+// has reports whether the content of a sandbox is known.
 func (k *told) has(name string) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -149,14 +149,14 @@ func (k *told) has(name string) bool {
 	return found
 }
 
-// names are those of the sandboxes that are known well.
+// names lists the sandboxes whose content is known.
 func (k *told) names() []string {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return slices.Collect(maps.Keys(k.holds))
 }
 
-// mark puts a secret of its own into a sandbox's kernel and files.
+// mark puts a unique value into a sandbox's interpreter and files.
 func (n *node) mark(ctx context.Context, name string) (string, error) {
 	value := strconv.FormatUint(rand.Uint64(), 36)
 	r, err := n.Client.RunCode(ctx, name, rest.CodeRequest{Code: "mine = " + strconv.Quote(value) + "; open('mine', 'w').write(mine)"})
@@ -166,7 +166,7 @@ func (n *node) mark(ctx context.Context, name string) (string, error) {
 	return value, err
 }
 
-// live claims, uses, forks, hibernates and ends sandboxes until it is cut off.
+// live claims, uses, forks, hibernates and kills sandboxes until it is cut off.
 func (n *node) live(ctx context.Context, known *told, who string, step func()) {
 	for i := 0; ctx.Err() == nil; i++ {
 		name, fork := fmt.Sprintf("%s-%d", who, i), fmt.Sprintf("%s-%d-f", who, i)
@@ -227,15 +227,16 @@ func (n *node) remark(ctx context.Context, known *told, name string) error {
 	return err
 }
 
-// cutOff reports whether the daemon went away during a call.
+// cutOff reports whether the daemon ended during a call.
 func cutOff(err error) bool {
 	var refused *client.Error
 	return !errors.As(err, &refused) || refused.Code == "shutting_down"
 }
 
-// TestKilled: the daemon is killed in the middle of everything, again and again.
-// Each sandbox that somebody was told of is there afterwards, with its memory and
-// its files; all that is listed can be used; and in the end nothing is left.
+// TestKilled: the daemon is killed during all operations, again and again.
+// Afterwards each sandbox that a client was told of exists, with its memory and
+// files. Every listed sandbox can be used. At the end no process and no file is
+// left.
 func TestKilled(t *testing.T) {
 	n := newNode(t)
 	n.up()
@@ -258,10 +259,10 @@ func TestKilled(t *testing.T) {
 		for range 1 + rand.IntN(6*workers) {
 			select {
 			case <-steps:
-			case <-idle: // all have failed, and said so
+			case <-idle: // all have failed and reported it
 			}
 		}
-		// In the middle of whatever comes next.
+		// The kill comes during one of the next operations.
 		time.Sleep(time.Duration(rand.IntN(150)) * time.Millisecond)
 		n.Kill()
 		cancel()
@@ -287,7 +288,7 @@ func TestKilled(t *testing.T) {
 	n.noProcesses()
 }
 
-// noProcesses looks for what still runs with the state folder.
+// noProcesses checks that no process runs with the state folder.
 func (n *node) noProcesses() {
 	n.t.Helper()
 	if out, err := exec.Command("pgrep", "-f", n.State).Output(); err == nil {
@@ -295,8 +296,8 @@ func (n *node) noProcesses() {
 	}
 }
 
-// examine looks at all sandboxes after a daemon was killed. Those that nobody
-// was told of are ended.
+// examine checks all sandboxes after a daemon was killed. It kills those that
+// no client was told of.
 func (n *node) examine(known *told) {
 	n.t.Helper()
 	ctx := n.t.Context()
@@ -333,8 +334,8 @@ func (n *node) examine(known *told) {
 	n.examineCheckpoints(known)
 }
 
-// thin ends sandboxes beyond so many: they would fill the host. The others see
-// another daemon, and may have seen several.
+// thin kills sandboxes above the number most, because they would fill the host.
+// The others live on under another daemon, or have seen several.
 func (n *node) thin(known *told, most int) {
 	n.t.Helper()
 	for name := range known.holds {
@@ -348,7 +349,7 @@ func (n *node) thin(known *told, most int) {
 	}
 }
 
-// examineCheckpoints restores all checkpoints, and deletes them.
+// examineCheckpoints restores and then deletes all checkpoints.
 func (n *node) examineCheckpoints(known *told) {
 	n.t.Helper()
 	ctx := n.t.Context()

@@ -13,25 +13,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// moment is when a daemon is killed: when something happens in a folder of its state, or
-// else within a while.
+// moment is the time at which a daemon is killed: at an event in a folder of its state,
+// or at a random time.
 type moment struct {
 	name   string
 	folder string
 	event  uint32 // of inotify(7)
-	hidden bool   // a name that begins with a dot: it is being made
-	count  int    // how many of them; 0 is the first
+	hidden bool   // only names that begin with a dot: unfinished objects
+	count  int    // how many of these events must happen; 0 means 1
 	within time.Duration
 }
 
-// What happens to folders.
+// Events in folders.
 const (
 	begun    = unix.IN_CREATE
 	complete = unix.IN_MOVED_TO
-	removed  = unix.IN_DELETE | unix.IN_MOVED_FROM // the latter of what is deleted next
+	removed  = unix.IN_DELETE | unix.IN_MOVED_FROM // a moved folder is about to be deleted
 )
 
-// watch returns a channel that is closed when the moment has come. The caller stops it.
+// watch returns a channel that is closed at the moment. The caller must call stop.
 func (m moment) watch(t *testing.T, state string) (come <-chan struct{}, stop func()) {
 	t.Helper()
 	done := make(chan struct{})
@@ -54,7 +54,7 @@ func (m moment) watch(t *testing.T, state string) (come <-chan struct{}, stop fu
 		for seen := 0; ; {
 			n, err := f.Read(b)
 			if err != nil {
-				return // it is stopped
+				return // stop was called
 			}
 			for rest := b[:n]; len(rest) >= unix.SizeofInotifyEvent; {
 				size := unix.SizeofInotifyEvent + int(binary.NativeEndian.Uint32(rest[12:]))

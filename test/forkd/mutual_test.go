@@ -18,9 +18,9 @@ import (
 	"agentrun.dev/internal/server/remote"
 )
 
-// TestNodeOverTCP: with certificates of agentrun cert issue a controller claims a sandbox
-// for a namespace, over TCP; root's socket is as it was. The daemon follows its
-// certificates, and says that it does not serve before it ends.
+// TestNodeOverTCP: with certificates of agentrun cert issue, a controller claims a
+// sandbox for a namespace over TCP. Root's socket still works. The daemon follows changes
+// of its certificates, and reports that it does not serve before it ends.
 func TestNodeOverTCP(t *testing.T) {
 	n := newNode(t)
 	dir := t.TempDir()
@@ -98,8 +98,8 @@ func TestNodeOverTCP(t *testing.T) {
 	}
 }
 
-// openssl makes a gateway's certificate as docs/security.md has it, by the CA of agentrun
-// cert issue.
+// openssl makes a gateway's certificate as docs/security.md describes it, signed by the
+// CA of agentrun cert issue.
 func openssl(t *testing.T, ca string) access.MutualFiles {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), "sh", "-ec", `

@@ -14,9 +14,9 @@ import (
 	"agentrun.dev/api/rest"
 )
 
-// TestNode: what a controller does with a node, over its gRPC socket, with real
-// sandboxes: what it makes is what REST shows, and it is told what changes, the
-// daemon's end included.
+// TestNode: a controller uses a node over its gRPC socket, with real sandboxes.
+// REST shows the objects that it makes. The controller is told of all changes,
+// including the end of the daemon.
 func TestNode(t *testing.T) {
 	n := newNode(t)
 	n.up()

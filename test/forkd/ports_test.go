@@ -26,7 +26,8 @@ import (
 	"agentrun.dev/api/rest"
 )
 
-// portsDomain is one that no resolver knows: clients are told where it is.
+// portsDomain is a domain that no resolver knows. The tests' clients connect to
+// the daemon's address instead.
 const portsDomain = "sandboxes.test"
 
 // front is the TCP address of a daemon, with its token.
@@ -37,7 +38,7 @@ type front struct {
 	client  *http.Client
 }
 
-// newFront finds out where a daemon listens.
+// newFront asks the daemon where it listens.
 func newFront(n *node) *front {
 	n.t.Helper()
 	v, err := n.Client.Version(n.t.Context())
@@ -72,7 +73,7 @@ func (f *front) do(method, url string, body io.Reader, headers ...string) *http.
 	return res
 }
 
-// echo is what the server in a sandbox says about a request.
+// echo is the answer of the server in a sandbox: it describes the request.
 type echo struct {
 	Name    string
 	Path    string
@@ -120,11 +121,11 @@ func (n *node) serveInside(f *front, name string, port int) (path, host string) 
 		if !strings.Contains(string(body), "port_closed") {
 			n.t.Fatalf("%d %s", res.StatusCode, body)
 		}
-		time.Sleep(20 * time.Millisecond) // it has nothing to wait on
+		time.Sleep(20 * time.Millisecond) // there is no event to wait for
 	}
 }
 
-// TestPorts: programs in real sandboxes are reached over the daemon's TCP
+// TestPorts: clients reach programs in real sandboxes over the daemon's TCP
 // address.
 func TestPorts(t *testing.T) {
 	n := newNode(t)
@@ -149,7 +150,8 @@ func TestPorts(t *testing.T) {
 				t.Errorf("%s: %+v", base, e)
 			}
 		}
-		// Another port of it is another program's, and here nobody's.
+		// Another port belongs to another program; here no program listens on
+		// it.
 		res := f.do("GET", strings.Replace(host, "8000-", "8001-", 1)+"/", nil)
 		body, _ := io.ReadAll(res.Body)
 		_ = res.Body.Close()
@@ -189,7 +191,7 @@ func TestPorts(t *testing.T) {
 		if _, err := n.Client.Do(t.Context(), "two", "hibernate"); err != nil {
 			t.Fatal(err)
 		}
-		if e := f.echo(otherHost + "/"); e.Name != "two" { // its server went on
+		if e := f.echo(otherHost + "/"); e.Name != "two" { // its server continued
 			t.Errorf("%+v", e)
 		}
 	})
@@ -199,7 +201,8 @@ func TestPorts(t *testing.T) {
 	t.Run("Metrics", func(t *testing.T) { n.scraped(t, f) })
 }
 
-// traversal: whatever is behind the port goes to the program, as it is.
+// traversal: the daemon passes the path after the port to the program
+// unchanged.
 func (f *front) traversal(path, host string) {
 	for _, evil := range []string{"/../../../../../v1/version", "/%2e%2e/%2e%2e/x", "/..%2f..", "/x//y", "/a/./b"} {
 		for _, first := range []string{strings.TrimPrefix(path, "http://daemon") + evil, evil} {
@@ -217,7 +220,7 @@ func (f *front) traversal(path, host string) {
 			}
 			var e echo
 			err = json.NewDecoder(res.Body).Decode(&e)
-			// By host name all of the path is the program's.
+			// With a host name, the whole path is the program's.
 			want := first
 			if err != nil || e.Name != "one" || e.Path != want {
 				f.t.Errorf("%s became %d %+v %v", first, res.StatusCode, e, err)
@@ -227,7 +230,7 @@ func (f *front) traversal(path, host string) {
 	}
 }
 
-// bodies: large ones arrive whole, both ways, many at once.
+// bodies: large bodies arrive complete in both directions, several at a time.
 func (f *front) bodies(t *testing.T, bases ...string) {
 	const size = 16 << 20
 	sent := bytes.Repeat([]byte("0123456789abcdef"), size/16)
@@ -238,7 +241,7 @@ func (f *front) bodies(t *testing.T, bases ...string) {
 		all.Go(func() {
 			body := io.Reader(bytes.NewReader(sent))
 			if i%3 == 0 {
-				body = io.MultiReader(body) // of unknown length: in chunks
+				body = io.MultiReader(body) // of unknown length: sent in chunks
 			}
 			res := f.do("POST", base+"/", body)
 			var got struct {
@@ -293,7 +296,7 @@ func (f *front) webSockets(t *testing.T, bases ...string) {
 	all.Wait()
 }
 
-// forkedPorts: a fork has a server of its own, which the source's is not.
+// forkedPorts: a fork has its own server, separate from that of the source.
 func (n *node) forkedPorts(t *testing.T, f *front, port int) {
 	fork, err := n.Client.Fork(t.Context(), "one", rest.ForkCreate{Name: "copy", Replicas: 1}, "")
 	if err != nil {
@@ -323,7 +326,7 @@ func (n *node) forkedPorts(t *testing.T, f *front, port int) {
 	}
 }
 
-// portForward: agentrun port-forward, as a user runs it.
+// portForward runs agentrun port-forward as a user does.
 func (n *node) portForward(t *testing.T, port int) {
 	cmd := n.command("port-forward", "one", fmt.Sprintf(":%d", port), ":9")
 	said, err := cmd.StderrPipe()
@@ -373,7 +376,7 @@ func (n *node) portForward(t *testing.T, port int) {
 	}
 }
 
-// terminal: a token, and what it opens.
+// terminal requests a token and opens a terminal with it.
 func (f *front) terminal(t *testing.T) {
 	const at = "/v1/namespaces/default/sandboxes/one/terminal"
 	res := f.do("POST", "http://daemon"+at, strings.NewReader(`{"argv": ["/bin/sh"]}`), "Content-Type", "application/json", "Authorization", "Bearer "+f.token)
@@ -407,8 +410,8 @@ func (f *front) terminal(t *testing.T) {
 	}
 }
 
-// scraped: the metrics are there, for who has the token and at the scraper's
-// address for anybody, and tell what this test did.
+// scraped: clients with the token get the metrics, and at the scraper's address
+// all clients do. The metrics count the operations of this test.
 func (n *node) scraped(t *testing.T, f *front) {
 	res := f.do("GET", "http://daemon/metrics", nil)
 	_ = res.Body.Close()
@@ -417,7 +420,7 @@ func (n *node) scraped(t *testing.T, f *front) {
 	}
 	var body []byte
 	var err error
-	// The terminal's client knows of its end before the daemon has tidied up.
+	// The terminal's client learns of its end before the daemon has cleaned up.
 	for !bytes.Contains(body, []byte(`operation="terminal",pool="pool",result="ok"`)) {
 		res = f.do("GET", "http://daemon/metrics", nil, "Authorization", "Bearer "+f.token)
 		body, err = io.ReadAll(res.Body)
@@ -471,8 +474,8 @@ func (n *node) scraped(t *testing.T, f *front) {
 	}
 }
 
-// TestPortNamesOverTLS: the certificate that the daemon makes is good for the host
-// names of ports, and for no others.
+// TestPortNamesOverTLS: the daemon's own certificate is valid for the host names
+// of ports, and for no other names.
 func TestPortNamesOverTLS(t *testing.T) {
 	n := newNode(t)
 	n.up("--listen", "127.0.0.1:0", "--domain", portsDomain)

@@ -23,7 +23,7 @@ import (
 type asker struct {
 	t       *testing.T
 	node    *node
-	token   string // over TCP, as another principal than root
+	token   string // over TCP, for a principal other than root
 	answers *bytes.Buffer
 }
 
@@ -64,19 +64,19 @@ func (a *asker) do(want int, method, path string, body any) map[string]any {
 	if err != nil {
 		a.t.Fatal(err)
 	}
-	_ = res.Header.Write(a.answers) // a buffer takes all
+	_ = res.Header.Write(a.answers) // a buffer accepts everything
 	a.answers.Write(answer)
 	if res.StatusCode != want {
 		a.t.Fatalf("%s %s: %d %s, want %d", method, path, res.StatusCode, answer, want)
 	}
 	var out map[string]any
-	_ = json.Unmarshal(answer, &out) // some have no body
+	_ = json.Unmarshal(answer, &out) // some answers have no body
 	return out
 }
 
-// TestSecretsDoNotLeak takes a value through everything that is done with
-// sandboxes, and then looks for it: in every answer, in the log, in the process
-// list and in all files of the state folder.
+// TestSecretsDoNotLeak takes a value through all operations on sandboxes. Then
+// it searches for the value in every answer, in the log, in the process list
+// and in all files of the state folder.
 func TestSecretsDoNotLeak(t *testing.T) {
 	const canary = "sk-live-zW8m2QpX-canary"
 	sum := sha256.Sum256([]byte(canary))
@@ -104,7 +104,7 @@ func TestSecretsDoNotLeak(t *testing.T) {
 
 	holder := map[string]any{"name": "holder", "pool": "pool", "secrets": []map[string]string{{"name": "llm", "key": "API_KEY"}, {"name": "llm", "key": "OTHER", "env": "SECOND"}}}
 	root.do(201, "POST", "sandboxes", holder)
-	root.do(201, "POST", "sandboxes", holder) // once more, with the same key
+	root.do(201, "POST", "sandboxes", holder) // again with the same idempotency key
 	holds := func(name string) {
 		t.Helper()
 		for _, variable := range []string{"API_KEY", "SECOND"} {
@@ -144,9 +144,9 @@ func TestSecretsDoNotLeak(t *testing.T) {
 	n.Kill()
 	n.up()
 	other.answers = root.answers
-	holds("holder") // woken
+	holds("holder") // it was woken
 	holds("twin-1")
-	holds("twin-2") // it ran on
+	holds("twin-2") // it ran all the time
 	for _, name := range []string{"awake", "asleep"} {
 		other.do(403, "POST", "checkpoints/"+name+"/restore", map[string]any{"name": "theft"})
 		root.do(201, "POST", "checkpoints/"+name+"/restore", map[string]any{"name": name, "env": map[string]string{"MORE": "1"}})
@@ -167,7 +167,7 @@ func TestSecretsDoNotLeak(t *testing.T) {
 	}
 	search(t, n.State, canary)
 	n.down()
-	_ = n.Wait() // it has said how it went
+	_ = n.Wait() // its log has the result
 	search(t, n.State, canary)
 	for where, text := range map[string]string{"the answers": root.answers.String(), "the log": n.Log.String()} {
 		if spelled := spelledIn([]byte(text), canary); spelled != "" {
@@ -179,10 +179,10 @@ func TestSecretsDoNotLeak(t *testing.T) {
 	}
 }
 
-// spelledIn is the form in which bytes hold a value, if they do.
+// spelledIn returns the form in which b contains a value, or "".
 func spelledIn(b []byte, value string) string {
 	for _, form := range []string{value, base64.StdEncoding.EncodeToString([]byte(value)), hex.EncodeToString([]byte(value))} {
-		// Base64 depends on what comes after it at its end.
+		// The last characters of Base64 depend on the bytes that follow.
 		if form = strings.TrimRight(form, "="); bytes.Contains(b, []byte(form[:len(form)-1])) {
 			return form
 		}
@@ -202,7 +202,7 @@ func search(t *testing.T, dir, value string) {
 		}
 		b, err := os.ReadFile(path)
 		if errors.Is(err, fs.ErrNotExist) {
-			return nil // a pool made or removed it meanwhile
+			return nil // a pool has made or removed it meanwhile
 		}
 		if form := spelledIn(b, value); form != "" {
 			t.Errorf("%s has the secret, as %q", path, form)
@@ -214,8 +214,8 @@ func search(t *testing.T, dir, value string) {
 	}
 }
 
-// lookForProcesses looks for a value in what everybody can see of processes, and
-// in their environments.
+// lookForProcesses searches for a value in the command lines and environments of
+// all processes.
 func lookForProcesses(t *testing.T, value string) {
 	t.Helper()
 	for _, file := range []string{"cmdline", "environ"} {

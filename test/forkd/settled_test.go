@@ -22,11 +22,12 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// settles waits until the daemon has all that its records name and nothing else: what
-// was cut off is undone, pools are full of the present revision, and templates are built.
+// settles waits until the daemon has exactly the things that its records name:
+// interrupted operations are undone, pools are full with the present revision, and
+// templates are built.
 func (n *node) settles() {
 	n.t.Helper()
-	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) { // there is no event for all of it
+	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) { // there is no event for all of this
 		err := n.unsettled()
 		if err == nil {
 			return
@@ -37,7 +38,7 @@ func (n *node) settles() {
 	}
 }
 
-// unsettled says what there is too much or too little of.
+// unsettled returns an error that lists missing and surplus things.
 func (n *node) unsettled() error {
 	ctx := n.t.Context()
 	pools, err := n.Client.Pools(ctx)
@@ -76,7 +77,7 @@ func (n *node) unsettled() error {
 	)
 }
 
-// machines are the records of all machine folders, by their name.
+// machines returns the records of all machine folders, by folder.
 func (n *node) machines() (map[string]folder.Record, error) {
 	dirs, err := n.entries("machines")
 	found := map[string]folder.Record{}
@@ -92,7 +93,7 @@ func (n *node) machines() (map[string]folder.Record, error) {
 	return found, err
 }
 
-// entries are the paths in a folder of the state, hidden ones included.
+// entries lists the paths in a folder of the state, including hidden ones.
 func (n *node) entries(name string) (paths []string, err error) {
 	dir := filepath.Join(n.State, "forkd", name)
 	list, err := os.ReadDir(dir)
@@ -119,8 +120,8 @@ func count(list []rest.Sandbox, state rest.SandboxState) (of int) {
 	return of
 }
 
-// checkSandboxes: each sandbox that runs has one machine, which has its host name, and
-// the other machines wait in pools.
+// checkSandboxes: each running sandbox has exactly one machine, with its host name.
+// All other machines wait in pools.
 func checkSandboxes(list []rest.Sandbox, machines map[string]folder.Record, waiting int) error {
 	var errs []error
 	named := map[string]int{}
@@ -156,8 +157,8 @@ func checkSandboxes(list []rest.Sandbox, machines map[string]folder.Record, wait
 	return errors.Join(errs...)
 }
 
-// ownProcesses are those of the daemon and its sandboxes: all whose program is in the
-// state folder. With each comes its parent.
+// ownProcesses returns the processes of the daemon and its sandboxes, with the parent
+// of each. Their programs are in the state folder.
 func (n *node) ownProcesses() (map[int]int, error) {
 	all, err := filepath.Glob("/proc/[0-9]*")
 	own := map[int]int{}
@@ -168,9 +169,10 @@ func (n *node) ownProcesses() (map[int]int, error) {
 		}
 		status, err := os.ReadFile(filepath.Join(dir, "stat"))
 		if err != nil {
-			continue // so may this
+			continue // this one may have ended, too
 		}
-		// proc(5): after the name, in parentheses, come the state and the parent.
+		// proc(5): the state and the parent follow after the name, which is in
+		// parentheses.
 		fields := bytes.Fields(status[bytes.LastIndexByte(status, ')')+1:])
 		pid, err := strconv.Atoi(filepath.Base(dir))
 		parent, err2 := strconv.Atoi(string(fields[1]))
@@ -184,7 +186,7 @@ func (n *node) ownProcesses() (map[int]int, error) {
 	return own, err
 }
 
-// strayProcesses are processes of sandboxes that belong to no machine.
+// strayProcesses lists processes of sandboxes that belong to no machine.
 func (n *node) strayProcesses(machines map[string]folder.Record) error {
 	own, err := n.ownProcesses()
 	if err != nil {
@@ -213,14 +215,14 @@ func (n *node) strayProcesses(machines map[string]folder.Record) error {
 	return nil
 }
 
-// runsSandbox reports whether a process is of an engine.
+// runsSandbox reports whether a process is part of an engine's sandbox.
 func runsSandbox(pid int) bool {
 	exe, _ := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid)) // it may have ended
 	base := filepath.Base(strings.TrimSuffix(exe, " (deleted)"))
 	return strings.HasPrefix(base, string(assets.GVisorHelper)) || strings.HasPrefix(base, string(assets.VMM))
 }
 
-// strayLayers are files in memory that no machine and no template needs.
+// strayLayers lists files in memory that no machine and no template needs.
 func (n *node) strayLayers() error {
 	machines, err := n.entries("machines")
 	snapshots, err2 := n.entries("snapshots")
@@ -242,8 +244,8 @@ func (n *node) strayLayers() error {
 	return nil
 }
 
-// checkReserved compares what the node says is reserved with what is there: machines, and
-// the layers in memory that they and the pools come from.
+// checkReserved compares the memory that the node has reserved with that of the machines,
+// and of the layers in memory that the machines and the pools come from.
 func (n *node) checkReserved(machines int) error {
 	status, err := n.Client.Node(n.t.Context())
 	if err != nil {
@@ -270,8 +272,8 @@ func (n *node) checkReserved(machines int) error {
 	return nil
 }
 
-// held is what machines hold in memory beside their own, each once. Pools hold the same,
-// as at least one machine waits in each.
+// held returns the memory that machines share, each layer once. It includes that of the
+// pools, because in each pool at least one machine waits.
 func (n *node) held() (map[string]uint64, error) {
 	machines, err := n.entries("machines")
 	if err != nil {
@@ -294,7 +296,7 @@ func (n *node) held() (map[string]uint64, error) {
 	return held, nil
 }
 
-// noteOwn adds the processes of sandboxes that are there now, also those that no machine
+// noteOwn adds the existing processes of sandboxes, including those that no machine
 // names yet.
 func (s *traces) noteOwn(n *node) {
 	own, err := n.ownProcesses()

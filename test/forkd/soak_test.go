@@ -5,11 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"math/rand/v2"
-	"net"
-	"net/http"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -69,7 +66,7 @@ func (n *node) measure() (u usage) {
 		return len(list)
 	}
 	u.Descriptors, u.Threads = entries(filepath.Join(proc, "fd")), entries(filepath.Join(proc, "task"))
-	u.Goroutines = n.goroutines()
+	u.Goroutines = n.Goroutines(n.t)
 	u.Machines = entries(filepath.Join(n.State, "forkd", "machines"))
 	status, err := os.ReadFile(filepath.Join(proc, "status"))
 	if err != nil {
@@ -104,38 +101,6 @@ func (n *node) measure() (u usage) {
 		n.t.Fatal(err)
 	}
 	return u
-}
-
-// goroutines is how many the daemon has, as its metrics say.
-func (n *node) goroutines() int {
-	n.t.Helper()
-	c := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return (&net.Dialer{}).DialContext(ctx, "unix", filepath.Join(n.State, "forkd", "socket"))
-	}}}
-	r, err := http.NewRequestWithContext(n.t.Context(), http.MethodGet, "http://localhost/metrics", nil)
-	if err != nil {
-		n.t.Fatal(err)
-	}
-	res, err := c.Do(r)
-	if err != nil {
-		n.t.Fatal(err)
-	}
-	defer func() { _ = res.Body.Close() }() // it was read to its end
-	text, err := io.ReadAll(res.Body)
-	if err != nil {
-		n.t.Fatal(err)
-	}
-	for line := range strings.Lines(string(text)) {
-		if rest, ok := strings.CutPrefix(line, "go_goroutines "); ok {
-			count, err := strconv.Atoi(strings.TrimSpace(rest))
-			if err != nil {
-				n.t.Fatal(err)
-			}
-			return count
-		}
-	}
-	n.t.Fatalf("the metrics do not have go_goroutines: %d %s", res.StatusCode, text)
-	return 0
 }
 
 // rest waits until no sandbox is there and the pool is full.

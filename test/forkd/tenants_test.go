@@ -16,7 +16,7 @@ import (
 	"agentrun.dev/test/soak"
 )
 
-// tenant makes a namespace with a pool, and a key for it.
+// tenant makes a namespace with a pool, and an API key for it.
 func (n *node) tenant(namespace string, ready int) tenants.Tenant {
 	n.t.Helper()
 	ctx := n.t.Context()
@@ -36,7 +36,8 @@ func (n *node) tenant(namespace string, ready int) tenants.Tenant {
 	return t
 }
 
-// in is a client of a namespace, with a key or as the daemon's own user.
+// in returns a client of a namespace, with an API key or as the daemon's own
+// user.
 func (n *node) in(namespace, key string) *client.Client {
 	n.t.Helper()
 	c, err := client.New(client.Config{Socket: filepath.Join(n.State, "forkd", "socket"), Namespace: namespace, Key: key})
@@ -47,7 +48,7 @@ func (n *node) in(namespace, key string) *client.Client {
 	return c
 }
 
-// full waits until so many sandboxes of a tenant's pool wait.
+// full waits until that many sandboxes wait in a tenant's pool.
 func (n *node) full(t tenants.Tenant, ready int) {
 	n.t.Helper()
 	for {
@@ -62,15 +63,15 @@ func (n *node) full(t tenants.Tenant, ready int) {
 	}
 }
 
-// plain is a template without an interpreter: small, and quickly built.
+// plain is a template without an interpreter, which is small and quickly built.
 func plain() rest.TemplateSpec {
 	return rest.TemplateSpec{Image: "python:3.12-slim", MilliCPUs: 1000, Memory: templateMemory}
 }
 
-// TestHostileTenant: beside a tenant who floods the daemon with look-ups, builds, forks,
-// tokens of terminals, logs, checkpoints and hibernations nothing fails of another one; the
-// hostile one stays within its quota, is refused with insufficient_capacity, and leaves
-// nothing. build/bench tenants has the times.
+// TestHostileTenant: one tenant floods the daemon with look-ups, builds, forks, tokens of
+// terminals, logs, checkpoints and hibernations. No call of another tenant fails. The
+// hostile tenant stays within its quota, is refused with insufficient_capacity, and leaves
+// nothing behind. build/bench tenants measures the times.
 func TestHostileTenant(t *testing.T) {
 	n := newNode(t)
 	n.up()
@@ -84,12 +85,12 @@ func TestHostileTenant(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	const perSnapshot = 2 // times what the template takes, and its pool
+	const perSnapshot = 2 // times the storage of the template and its pool
 	quota := rest.QuotaSpec{Memory: 20 * templateMemory, Sandboxes: 12, Storage: perSnapshot*before.Used.Storage + 64*mib}
 	if _, err := admin.PutQuota(t.Context(), quota); err != nil {
 		t.Fatal(err)
 	}
-	ctx, stop := context.WithTimeout(t.Context(), 2*time.Minute) // that something is wrong
+	ctx, stop := context.WithTimeout(t.Context(), 2*time.Minute) // a limit in case something hangs
 	defer stop()
 	var answers tenants.Answers
 	flooded := make(chan struct{})
@@ -98,12 +99,12 @@ func TestHostileTenant(t *testing.T) {
 		tenants.Hostile(ctx, hostile, 2, &answers)
 	}()
 	bounds := make(chan struct{})
-	go func() { // it stays within its quota at any time
+	go func() { // the tenant stays within its quota at any time
 		defer close(bounds)
 		for ctx.Err() == nil {
 			q, err := admin.Quota(ctx)
-			if ctx.Err() == nil && (err != nil || q.Used.Memory > quota.Memory || q.Used.Sandboxes > quota.Sandboxes || q.Used.Storage > quota.Storage+2*mib) {
-				t.Errorf("%+v, %v", q, err) // logs of builds that have failed are not refused
+			if ctx.Err() == nil && (err != nil || q.Used.Memory > quota.Memory || q.Used.Sandboxes > quota.Sandboxes || q.Used.Storage > quota.Storage) {
+				t.Errorf("%+v, %v", q, err)
 			}
 			time.Sleep(20 * time.Millisecond)
 		}
@@ -111,7 +112,8 @@ func TestHostileTenant(t *testing.T) {
 	if _, err := tenants.Quiet(t.Context(), quiet, soak.Count(200, 8)); err != nil {
 		t.Error(err)
 	}
-	// However slow the machine is: it goes on until it has been refused all that there is.
+	// The flood continues until every kind of request was refused, however slow the
+	// machine is.
 	for refused := false; !refused; time.Sleep(20 * time.Millisecond) {
 		refused = answers.Of("look-up", rest.ErrorCodeNotFound) > 0 &&
 			answers.Of("checkpoint", rest.ErrorCodeInsufficientCapacity)+answers.Of("hibernate", rest.ErrorCodeInsufficientCapacity) > 0
@@ -142,9 +144,10 @@ func TestHostileTenant(t *testing.T) {
 	}
 }
 
-// TestFullDisk: on a disk that is full to the last byte an administrator lists, ends and
-// deletes, and the audit log has it; what tenants would store is refused with the next step.
-// All goes on when there is room, and a daemon that starts on the full disk serves.
+// TestFullDisk: on a disk that is full to the last byte, an administrator can list, kill and
+// delete, and the audit log records it. Requests of tenants that would store data are
+// refused, with the next step. Everything works again when there is space, and a daemon that
+// starts on the full disk serves.
 func TestFullDisk(t *testing.T) {
 	n := newNode(t)
 	n.onDisk("size=3g")
@@ -191,7 +194,7 @@ func TestFullDisk(t *testing.T) {
 	}
 	n.fill(400 * mib)
 	stores()
-	must(claim("late")) // within the reserve
+	must(claim("late")) // it fits into the reserve
 	n.fill(0)
 	stores()
 	n.Kill()
@@ -227,7 +230,7 @@ func TestFullDisk(t *testing.T) {
 	n.down()
 }
 
-// audited reports whether the audit log has an operation, with its end.
+// audited reports whether the audit log has the end of an operation.
 func (n *node) audited(verb string) bool {
 	n.t.Helper()
 	b, err := os.ReadFile(filepath.Join(n.State, "forkd", "audit", "audit.log"))

@@ -21,18 +21,18 @@ import (
 	"agentrun.dev/test/soak"
 )
 
-// updater is a node whose AgentRun is updated, and what must survive that: sandboxes that
-// run, hibernated ones and checkpoints, each with a marker in the memory of its interpreter.
+// updater is a node whose AgentRun is updated. The running sandboxes, hibernated ones and
+// checkpoints must survive, each with a marker in the memory of its interpreter.
 type updater struct {
 	*user
-	now                        string // which AgentRun is installed
+	now                        string // the AgentRun that is installed
 	running, hibernated, saved []string
 }
 
-// TestUpdate: the helper and the vmm are updated and taken back again, under one daemon: by
-// the same source with another stamp, and by a build that lacks the newest operation of each
-// control protocol. Sandboxes go on with their memory, fork, wake and are restored, claims
-// are served at once, and pools get a snapshot of the installed build.
+// TestUpdate: the helper and the vmm are updated and downgraded again, with the same
+// agentrun: to the same source with another stamp, and to a build without the newest
+// operation of each control protocol. Sandboxes keep their memory, and can be forked, woken
+// and restored. Claims are served at once, and pools get a snapshot of the installed build.
 func TestUpdate(t *testing.T) {
 	main, err := assets.Folder()
 	if err != nil {
@@ -66,7 +66,7 @@ func TestUpdate(t *testing.T) {
 	}
 }
 
-// update ends the daemon and starts one of another AgentRun.
+// update ends the daemon and starts that of another AgentRun.
 func (u *updater) update(name, folder string) {
 	u.t.Helper()
 	u.down()
@@ -80,7 +80,8 @@ func (u *updater) install(name, folder string) {
 	u.Install(u.t, name, folder)
 }
 
-// make makes so many sandboxes of each kind.
+// make makes sandboxes that keep running, and hibernated sandboxes and
+// checkpoints, as many of each as others says.
 func (u *updater) make(prefix string, running, others int) {
 	u.t.Helper()
 	ctx := u.t.Context()
@@ -119,7 +120,8 @@ func (u *updater) make(prefix string, running, others int) {
 	}
 }
 
-// everything fails unless all that was made before is there, and can do what it could.
+// everything fails the test unless all earlier sandboxes and checkpoints exist and
+// work.
 func (u *updater) everything(when string) {
 	u.t.Helper()
 	ctx := u.t.Context()
@@ -129,7 +131,7 @@ func (u *updater) everything(when string) {
 			u.t.Errorf("%s: %s of %s: %v", when, what, name, err)
 		}
 	}
-	// Whoever claims waits for no build.
+	// A claim does not wait for a build.
 	p, err := u.Client.Pool(ctx, "pool")
 	report("pool", "state", err)
 	u.made++
@@ -178,8 +180,8 @@ func (u *updater) everything(when string) {
 	}
 }
 
-// renewed waits until the pool is of the AgentRun that is installed, and fails unless it
-// says so and has one snapshot on disk: the earlier one is gone.
+// renewed waits until the pool comes from the installed AgentRun. It fails the test
+// unless the pool says so and has one snapshot on disk, without the earlier one.
 func (u *updater) renewed(when string) {
 	u.t.Helper()
 	u.until(when+" the pool has what waits of a snapshot of this AgentRun", func() error {
@@ -199,7 +201,7 @@ func (u *updater) renewed(when string) {
 	})
 }
 
-// installed is the digest of the helper that is installed now; empty for microVMs.
+// installed returns the digest of the installed helper; "" for microVMs.
 func (u *updater) installed() string {
 	u.t.Helper()
 	if kind, _ := pick.Choose(pick.Auto); kind != pick.GVisor {
@@ -212,7 +214,7 @@ func (u *updater) installed() string {
 	return layer.Digest(sha256.Sum256(b)).String()
 }
 
-// drop ends all that was made.
+// drop kills the sandboxes and deletes the checkpoints.
 func (u *updater) drop() {
 	u.t.Helper()
 	for _, name := range slices.Concat(u.running, u.hibernated) {
@@ -227,7 +229,7 @@ func (u *updater) drop() {
 	}
 }
 
-// onlyInstalled waits until the helpers that nothing needs are gone.
+// onlyInstalled waits until all unused helpers are deleted.
 func (u *updater) onlyInstalled() {
 	u.t.Helper()
 	want := u.installed()
@@ -243,7 +245,7 @@ func (u *updater) onlyInstalled() {
 	})
 }
 
-// until waits for something that the API has no event for.
+// until waits for a condition for which the API has no event.
 func (u *updater) until(what string, is func() error) {
 	u.t.Helper()
 	const patience = 10 * time.Minute // an emulated machine builds a template in minutes

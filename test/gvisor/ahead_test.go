@@ -23,11 +23,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// aheadEnv is the snapshot that a process makes a sandbox ahead for.
+// aheadEnv names the snapshot for which a process makes a sandbox ahead.
 const aheadEnv = "AGENTRUN_TEST_AHEAD"
 
-// makeAhead makes this process the parent of a fork and of a sandbox made ahead,
-// and waits to be killed, if a test has started it for that.
+// makeAhead does nothing unless aheadEnv is set. Then it makes this process the
+// parent of a fork and of a sandbox made ahead, and waits to be killed.
 func makeAhead() {
 	path := os.Getenv(aheadEnv)
 	if path == "" {
@@ -78,9 +78,9 @@ func pidOf(t *testing.T, sb engine.Sandbox) int {
 	return id.PID
 }
 
-// TestMadeAhead: a sandbox made ahead has begun to read the checkpoint, none of
-// its programs has run, and the next fork is that sandbox; with a network interface
-// as without.
+// TestMadeAhead: a sandbox made ahead has started to read the checkpoint, but no
+// program of it has run. The next fork gets that sandbox, with or without a network
+// interface.
 func TestMadeAhead(t *testing.T) {
 	t.Run("loopback", func(t *testing.T) { testMadeAhead(t, nil) })
 	t.Run("interface", func(t *testing.T) {
@@ -122,7 +122,8 @@ func testMadeAhead(t *testing.T, network *engine.Network) {
 		if len(waits) != 1 {
 			t.Fatalf("%d sandboxes wait", len(waits))
 		}
-		// The folder is that of the checkpoint's files.
+		// A sandbox that has started to read has this folder for the
+		// checkpoint's files.
 		if begun, err := filepath.Glob(filepath.Join(dir, "run", "*", "restore")); err != nil || len(begun) != len(known) {
 			t.Errorf("%d of %d sandboxes have begun to read: %v", len(begun), len(known), err)
 		}
@@ -152,8 +153,8 @@ func testMadeAhead(t *testing.T, network *engine.Network) {
 	}
 }
 
-// TestMadeAheadHasLinks: what waits for a fork has made its links, which read from the
-// wire, so that the fork does not have to.
+// TestMadeAheadHasLinks: a sandbox that waits for a fork has made its network links,
+// which read from the wire, so that the fork need not make them.
 func TestMadeAheadHasLinks(t *testing.T) {
 	cfg := config(enginetest.TempDir(t))
 	cfg.Precreate = 1
@@ -180,7 +181,7 @@ func TestMadeAheadHasLinks(t *testing.T) {
 	if len(waits) != 1 {
 		t.Fatalf("%d sandboxes wait", len(waits))
 	}
-	// Both ends get more than they hold. One has room again: what is sent to the links is read.
+	// Both ends are filled. One of them becomes writable again, because the links read from it.
 	var ends []unix.PollFd
 	frame := make([]byte, wire.HeaderLen+1500)
 	for _, end := range wireOf(t, waits[0]) {
@@ -197,7 +198,7 @@ func TestMadeAheadHasLinks(t *testing.T) {
 	if n, err := unix.Poll(ends, 20_000); n != 1 || err != nil {
 		t.Fatalf("%d ends of the wire of a sandbox that waits are read, of %d: %v", n, len(ends), err)
 	}
-	for _, end := range ends { // the fork's own frames would wait
+	for _, end := range ends { // else the fork's own frames would wait behind these
 		for err = nil; err == nil; {
 			_, _, err = unix.Recvfrom(int(end.Fd), frame, unix.MSG_DONTWAIT)
 		}
@@ -212,7 +213,8 @@ func TestMadeAheadHasLinks(t *testing.T) {
 	}
 }
 
-// wireOf are copies of the ends of a wire that a helper has: its datagram sockets.
+// wireOf returns copies of a helper's descriptors for the ends of a wire: its
+// datagram sockets.
 func wireOf(t *testing.T, helper int) (ends []int) {
 	t.Helper()
 	pid, err := unix.PidfdOpen(helper, 0)
@@ -234,7 +236,7 @@ func wireOf(t *testing.T, helper int) (ends []int) {
 			continue // closed meanwhile
 		}
 		if kind, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_TYPE); err != nil || kind != unix.SOCK_DGRAM {
-			_ = unix.Close(fd) // a copy of the control socket would keep the helper
+			_ = unix.Close(fd) // a copy of the control socket would keep the helper alive
 			continue
 		}
 		t.Cleanup(func() { _ = unix.Close(fd) })
@@ -243,8 +245,8 @@ func wireOf(t *testing.T, helper int) (ends []int) {
 	return ends
 }
 
-// TestMadeAheadForAnother: sandboxes made ahead are for the snapshot that was
-// forked last; a fork of another one is of that.
+// TestMadeAheadForAnother: sandboxes are made ahead for the snapshot that was
+// forked last. A fork of another snapshot still continues from its own.
 func TestMadeAheadForAnother(t *testing.T) {
 	cfg := config(enginetest.TempDir(t))
 	cfg.Precreate = 1
@@ -269,8 +271,8 @@ func TestMadeAheadForAnother(t *testing.T) {
 	}
 }
 
-// TestMadeAheadEnds: sandboxes made ahead end with their parent, in the midst of
-// what they read.
+// TestMadeAheadEnds: sandboxes made ahead end with their parent, even while they
+// read the checkpoint.
 func TestMadeAheadEnds(t *testing.T) {
 	dir := enginetest.TempDir(t)
 	path := filepath.Join(t.TempDir(), "snapshot")

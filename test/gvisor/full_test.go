@@ -15,8 +15,8 @@ import (
 	"agentrun.dev/internal/engine/gvisor"
 )
 
-// bootFull boots a sandbox and fills most of its memory and disk: a capture of it has
-// more bytes than are left of its limit.
+// bootFull boots a sandbox and fills most of its memory and disk, so that a capture
+// has more bytes than its limit leaves.
 func bootFull(t *testing.T, e *gvisor.Engine) engine.Sandbox {
 	t.Helper()
 	s := spec(t)
@@ -30,7 +30,8 @@ func bootFull(t *testing.T, e *gvisor.Engine) engine.Sandbox {
 	return sb
 }
 
-// limitFile is the file with the limit of the cgroup that a sandbox's helper is in.
+// limitFile returns the file with the memory limit of the cgroup of a sandbox's
+// helper.
 func limitFile(t *testing.T, sb engine.Sandbox) string {
 	t.Helper()
 	id, err := gvisor.Identify(sb)
@@ -53,8 +54,8 @@ func memoryLimit(t *testing.T, sb engine.Sandbox) uint64 {
 	return limit
 }
 
-// isLowered waits until the limit is what it was: the forks have closed a capture's
-// files before, but nobody tells when the engine has seen it.
+// isLowered waits until the limit is back at want. The forks have closed the
+// capture's files already, but there is no event for the engine noticing that.
 func isLowered(t *testing.T, sb engine.Sandbox, want uint64) {
 	t.Helper()
 	for begin := time.Now(); ; time.Sleep(20 * time.Millisecond) { // there is no event for it
@@ -66,12 +67,12 @@ func isLowered(t *testing.T, sb engine.Sandbox, want uint64) {
 			t.Fatalf("the limit stays at %d MiB, it was %d", limit/mib, want/mib)
 		}
 	}
-	sh(t, sb, "true") // it lives
+	sh(t, sb, "true") // the sandbox still answers
 }
 
-// TestForkOfFull: a sandbox that uses nearly all of its memory and disk is forked
-// while it runs, again and again, and has its own limit once its forks have read
-// the capture.
+// TestForkOfFull: a running sandbox that uses nearly all of its memory and disk
+// can be forked repeatedly. Its limit is back at its old value once the forks
+// have read the capture.
 func TestForkOfFull(t *testing.T) {
 	e := newEngine(t, config(enginetest.TempDir(t)))
 	sb := bootFull(t, e)
@@ -90,7 +91,8 @@ func TestForkOfFull(t *testing.T) {
 				t.Errorf("a fork has %q, not %q", got, sum)
 			}
 		}
-		// They have read all of the capture and closed its files, which are gone then.
+		// The forks have read the whole capture and closed its files, which no longer
+		// exist.
 		isLowered(t, sb, want)
 		for _, fork := range f.Forks {
 			if err := fork.Close(); err != nil {
@@ -100,8 +102,8 @@ func TestForkOfFull(t *testing.T) {
 	}
 }
 
-// TestSnapshotOfFull: a sandbox that uses nearly all of its memory and disk is
-// captured to a snapshot, and has its own limit afterwards.
+// TestSnapshotOfFull: a snapshot can be taken of a sandbox that uses nearly all
+// of its memory and disk. Afterwards its limit is back at its old value.
 func TestSnapshotOfFull(t *testing.T) {
 	e := newEngine(t, config(enginetest.TempDir(t)))
 	sb := bootFull(t, e)
@@ -122,8 +124,8 @@ func TestSnapshotOfFull(t *testing.T) {
 	}
 }
 
-// TestForkIsGivenUp: a sandbox whose fork is given up while it is written lives, and
-// has its own limit afterwards.
+// TestForkIsGivenUp: if a fork is cancelled while the capture is written, the
+// sandbox lives on, and its limit is back at its old value.
 func TestForkIsGivenUp(t *testing.T) {
 	e := newEngine(t, config(enginetest.TempDir(t)))
 	sb := bootFull(t, e)
@@ -135,7 +137,8 @@ func TestForkIsGivenUp(t *testing.T) {
 		_, err := sb.Fork(ctx, []engine.ForkOptions{{}})
 		ended <- err
 	}()
-	// The limit is raised for what is written: that is seen, as there is no event for it.
+	// The limit is raised while the capture is written. The test polls it, because there
+	// is no event.
 	for raised := false; !raised; raised = memoryLimit(t, sb) > want {
 		select {
 		case err := <-ended:
@@ -155,8 +158,8 @@ func TestForkIsGivenUp(t *testing.T) {
 	}
 }
 
-// TestAdoptedLimit: a limit that a parent has raised which was killed before it
-// lowered it is what it was for the next one.
+// TestAdoptedLimit: if a parent was killed after it had raised a limit, the
+// next parent sets the limit back to its old value.
 func TestAdoptedLimit(t *testing.T) {
 	e := newEngine(t, config(enginetest.TempDir(t)))
 	dir := t.TempDir()

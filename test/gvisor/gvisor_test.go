@@ -23,7 +23,7 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// patience ends a test that hangs.
+// patience is the time after which a test counts as stuck.
 const patience = 3 * time.Minute
 
 // sh runs a shell command that must succeed.
@@ -59,8 +59,8 @@ func freeze(t *testing.T, sb engine.Sandbox) *snapshot.Snapshot {
 	return snap
 }
 
-// TestMismatch: another engine and another build of the helper refuse a
-// snapshot, and say why.
+// TestMismatch: another engine, and an engine with another build of the helper,
+// refuse a snapshot and say why.
 func TestMismatch(t *testing.T) {
 	snap := freeze(t, boot(t, newEngine(t, config(enginetest.TempDir(t)))))
 	dir := enginetest.TempDir(t)
@@ -72,7 +72,7 @@ func TestMismatch(t *testing.T) {
 	if _, err := other.Fork(t.Context(), snap, engine.ForkOptions{}); !errors.Is(err, engine.ErrMismatch) || !strings.Contains(err.Error(), gvisor.Name) {
 		t.Errorf("a microVM from it: %v", err)
 	}
-	// The same program with something behind it is another build.
+	// The same program with bytes after its end counts as another build.
 	build := t.TempDir()
 	for _, a := range []assets.Asset{assets.GVisorHelper, assets.GuestAgent} {
 		path, err := assets.Path(a)
@@ -94,8 +94,8 @@ func TestMismatch(t *testing.T) {
 	}
 }
 
-// TestDamaged: pages that are not what the manifest says are refused when they
-// are loaded.
+// TestDamaged: pages that do not match the manifest are refused when they are
+// loaded.
 func TestDamaged(t *testing.T) {
 	snap := freeze(t, boot(t, newEngine(t, config(enginetest.TempDir(t)))))
 	if err := snap.Verify(t.Context()); err != nil {
@@ -119,7 +119,7 @@ func TestDamaged(t *testing.T) {
 	if err := g.Close(); err != nil {
 		t.Fatal(err)
 	}
-	fresh := newEngine(t, config(enginetest.TempDir(t))) // which has not loaded them yet
+	fresh := newEngine(t, config(enginetest.TempDir(t))) // it has not loaded the pages yet
 	if sb, err := fresh.Fork(t.Context(), snap, engine.ForkOptions{}); err == nil {
 		t.Error("a damaged snapshot was forked")
 		_ = sb.Close()
@@ -129,8 +129,8 @@ func TestDamaged(t *testing.T) {
 	}
 }
 
-// TestStreamsOpen: what goes on over a stream goes on, byte for byte, while the
-// sandbox is captured and forked, and the exec is there in the forks, too.
+// TestStreamsOpen: the data of an open stream continues byte for byte while the
+// sandbox is captured and forked, and the exec exists in the forks, too.
 func TestStreamsOpen(t *testing.T) {
 	e := newEngine(t, config(enginetest.TempDir(t)))
 	sb := boot(t, e)
@@ -151,7 +151,7 @@ func TestStreamsOpen(t *testing.T) {
 	forked := make(chan struct{})
 	go func() {
 		for i := range lines {
-			if i == lines-1 { // not before: the exec is looked for in the forks
+			if i == lines-1 { // the exec must still run when the test looks for it in the forks
 				<-forked
 			}
 			if _, err := io.WriteString(feed, line); err != nil {
@@ -188,12 +188,13 @@ func TestStreamsOpen(t *testing.T) {
 	}
 }
 
-// TestChannelIsPrivate: programs inside reach neither the agent's channel nor
-// anything of the host.
+// TestChannelIsPrivate: programs in the sandbox reach neither the agent's
+// channel nor the host.
 func TestChannelIsPrivate(t *testing.T) {
 	sb := boot(t, newEngine(t, config(enginetest.TempDir(t))))
-	// gVisor shows descriptors of the host as host:[N]. The agent's channel is
-	// its descriptor 3; programs have none, and cannot open that one.
+	// gVisor shows the host's descriptors as host:[N]. The agent's channel is
+	// its descriptor 3. Programs have no such descriptor and cannot open the
+	// agent's.
 	if got := sh(t, sb, "for f in /proc/$$/fd/*; do readlink $f; done | grep -c host:; readlink /proc/1/fd/3 | cut -d: -f1"); got != "0\nhost" {
 		t.Errorf("descriptors of the host in a program, and the agent's third: %q", got)
 	}
@@ -203,7 +204,7 @@ func TestChannelIsPrivate(t *testing.T) {
 	if got := sh(t, sb, "grep : /proc/net/dev | cut -d: -f1"); got != "lo" {
 		t.Errorf("network devices: %q", got)
 	}
-	// A port of the host's loopback is not there.
+	// Ports of the host's loopback are not reachable.
 	if got := sh(t, sb, "nc -w 2 127.0.0.1 22 </dev/null >/dev/null 2>&1 && echo reached || echo nothing"); got != "nothing" {
 		t.Errorf("the host's port 22: %s", got)
 	}
@@ -212,8 +213,8 @@ func TestChannelIsPrivate(t *testing.T) {
 	}
 }
 
-// TestHelperIsLockedDown: the process beside a sandbox has a filter on all its
-// threads, and of capabilities the one to end it.
+// TestHelperIsLockedDown: all threads of the process beside a sandbox have a
+// system call filter, and only the capability to end the sandbox.
 func TestHelperIsLockedDown(t *testing.T) {
 	e := newEngine(t, config(enginetest.TempDir(t)))
 	sb := boot(t, e)
@@ -242,8 +243,8 @@ func TestHelperIsLockedDown(t *testing.T) {
 	}
 }
 
-// TestOutOfMemory: a sandbox whose own kernel takes too much is ended, with the
-// reason.
+// TestOutOfMemory: a sandbox whose kernel takes too much memory is ended, with
+// the reason.
 func TestOutOfMemory(t *testing.T) {
 	e := newEngine(t, config(enginetest.TempDir(t)))
 	s := spec(t)
@@ -255,8 +256,8 @@ func TestOutOfMemory(t *testing.T) {
 	t.Cleanup(func() { _ = sb.Close() })
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	// What a program reads is written by gVisor's kernel: it is the one that takes
-	// more than there is.
+	// gVisor's kernel writes the data that a program reads. So it is the kernel
+	// that exceeds the limit.
 	go func() {
 		_, _ = sb.Agent().Run(ctx, guestrpc.ExecRequest{Argv: []string{"dd", "if=/dev/zero", "of=/dev/null", "bs=250M", "count=1"}}, nil, nil, nil) // it is cut off
 	}()
@@ -270,8 +271,8 @@ func TestOutOfMemory(t *testing.T) {
 	}
 }
 
-// TestReady: sandboxes that have answered wait, paused, and are claimed with an
-// identity of their own.
+// TestReady: sandboxes that have answered once wait paused, and are claimed
+// with an identity of their own.
 func TestReady(t *testing.T) {
 	e := newEngine(t, config(enginetest.TempDir(t)))
 	ready := engine.KeepForksReady(e, freeze(t, boot(t, e)), 2)
@@ -300,7 +301,7 @@ func TestReady(t *testing.T) {
 	}
 }
 
-// TestRefuses: what gVisor does not have is refused, not ignored.
+// TestRefuses: settings that gVisor does not support are refused, not ignored.
 func TestRefuses(t *testing.T) {
 	e := newEngine(t, config(enginetest.TempDir(t)))
 	for name, change := range map[string]func(*engine.Spec){
@@ -318,8 +319,8 @@ func TestRefuses(t *testing.T) {
 	}
 }
 
-// TestNothingLeft: when sandboxes have ended, however they did, no process, no
-// folder and no cgroup of theirs is left.
+// TestNothingLeft: after sandboxes have ended, in any way, none of their
+// processes, folders and cgroups is left.
 func TestNothingLeft(t *testing.T) {
 	dir := enginetest.TempDir(t)
 	e := newEngine(t, config(dir))
@@ -346,7 +347,7 @@ func TestNothingLeft(t *testing.T) {
 	}
 }
 
-// TestHibernation: no copy of a sandbox is in memory when it is written to disk.
+// TestHibernation: hibernation makes no copy of the sandbox in memory.
 func TestHibernation(t *testing.T) {
 	s := spec(t)
 	s.Memory = 384 * mib

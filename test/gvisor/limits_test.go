@@ -13,7 +13,7 @@ import (
 	"agentrun.dev/internal/engine/gvisor"
 )
 
-// descendants are a process and all that it has started.
+// descendants lists a process and all processes below it.
 func descendants(t *testing.T, pid string) []string {
 	t.Helper()
 	all := []string{pid}
@@ -30,9 +30,9 @@ func descendants(t *testing.T, pid string) []string {
 	return all
 }
 
-// TestProcessLimits: helper, gVisor's kernel and gofer of a sandbox, and of a fork
-// that was made ahead, go before the host's processes when memory is short, and
-// have as many open files as they need.
+// TestProcessLimits: when memory is short, the helper, kernel and gofer of a
+// sandbox, and of a fork that was made ahead, are killed before the host's
+// processes. They can open as many files as they need.
 func TestProcessLimits(t *testing.T) {
 	cfg := config(enginetest.TempDir(t))
 	cfg.Precreate = 1
@@ -76,7 +76,7 @@ func TestProcessLimits(t *testing.T) {
 			}
 			var files int
 			for line := range strings.Lines(string(b)) {
-				_, _ = fmt.Sscanf(line, "Max open files %d", &files) // the other lines
+				_, _ = fmt.Sscanf(line, "Max open files %d", &files) // other lines do not match
 			}
 			if files == 0 || files > 4096 {
 				t.Errorf("process %s can have %d open files", pid, files)

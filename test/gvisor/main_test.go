@@ -1,5 +1,5 @@
 // Package gvisor tests real sandboxes on gVisor, which runs on any machine,
-// through the same code that agentrun uses.
+// through the code that agentrun uses.
 package gvisor
 
 import (
@@ -25,8 +25,8 @@ var rootImage string
 
 func TestMain(m *testing.M) { os.Exit(runTests(m)) }
 
-// dirEnv is where the engine of a test keeps everything, for parents that the
-// tests start and kill.
+// dirEnv names the folder in which a test's engine keeps its files. Parents
+// that the tests start and kill use it.
 const dirEnv = "AGENTRUN_TEST_DIR"
 
 func runTests(m *testing.M) int {
@@ -74,15 +74,15 @@ func spec(t testing.TB) engine.Spec {
 	return engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: 2, Scratch: 64 * mib, Hostname: "source"}
 }
 
-// atOnceParts are parts of the suite that take seconds, and in which it does not
-// matter whether a fork's sandbox was made before the fork was asked for: what a
-// running sandbox does is timed, filled up or sent through its wire, and the
-// snapshot of a sandbox that sleeps is another than those were made ahead for.
-// Identity, Clock, Disk and Network have what the making of a fork decides.
+// atOnceParts are the parts of the suite that take seconds and do not depend on
+// whether a fork's sandbox was made ahead. Some measure a running sandbox, fill
+// it up or send through its wire. Others fork the snapshot of a hibernated
+// sandbox, for which no sandbox was made ahead. The parts Identity, Clock, Disk
+// and Network cover the effects of making a sandbox ahead.
 var atOnceParts = []string{"Pause", "Limits", "Wire", "Hibernate", "Wake", "TimesOut"}
 
-// TestConformance: sandboxes on gVisor keep the contract of engines, those made
-// ahead and those that are not.
+// TestConformance: sandboxes on gVisor keep the contract of engines, with and
+// without sandboxes made ahead.
 func TestConformance(t *testing.T) {
 	t.Run("made at once", func(t *testing.T) { testConformance(t, 0, nil) })
 	t.Run("made ahead", func(t *testing.T) {
@@ -110,5 +110,5 @@ func testConformance(t *testing.T, ahead int, skip []string) {
 
 func itoa(n int) string { return strconv.Itoa(n) }
 
-// layerOf is the layer that holds a snapshot's pages.
+// layerOf returns the layer with a snapshot's pages.
 func layerOf(snap *snapshot.Snapshot) layer.Ref { return layer.Ref(snap.Manifest().GVisor.Pages) }

@@ -16,9 +16,9 @@ import (
 	"agentrun.dev/internal/network/wire"
 )
 
-// TestNoHostNetwork: gVisor's kernel is in a network namespace with nothing in
-// it, and what programs send to the host's own addresses arrives at the wire, as
-// all else.
+// TestNoHostNetwork: gVisor's kernel is in an empty network namespace. Packets
+// that programs send to the host's own addresses arrive at the wire, as all
+// others do.
 func TestNoHostNetwork(t *testing.T) {
 	s := spec(t)
 	s.Network = &engine.Network{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500, Address: netip.MustParsePrefix("10.0.2.15/24"), Gateway: netip.MustParseAddr("10.0.2.2")}
@@ -48,7 +48,8 @@ func TestNoHostNetwork(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Of the last, which is nobody's, something must come out.
+	// The last address belongs to no host; its connection must cause a frame on
+	// the wire.
 	for _, a := range append(addrs, &net.IPNet{IP: net.IPv4(192, 0, 2, 1)}) {
 		if ip := a.(*net.IPNet).IP; ip.To4() != nil {
 			sh(t, sb, fmt.Sprintf("! nc -w 1 %s %d </dev/null", ip, port))
@@ -59,7 +60,8 @@ func TestNoHostNetwork(t *testing.T) {
 		t.Error("the host was reached")
 	default:
 	}
-	// What the programs wanted is at the wire: who has the gateway's address?
+	// The programs' packets go to the wire: an ARP request for the gateway's
+	// address arrives there.
 	message := make([]byte, wire.MaxMessage)
 	for {
 		n, err := end.Read(message)
@@ -93,7 +95,7 @@ func TestNoHostNetwork(t *testing.T) {
 	}
 }
 
-// sentries are the processes that a sandbox's helper has started.
+// sentries lists the processes that a sandbox's helper has started.
 func sentries(t *testing.T, sb engine.Sandbox) []string {
 	t.Helper()
 	id, err := gvisor.Identify(sb)
@@ -116,9 +118,9 @@ func sentries(t *testing.T, sb engine.Sandbox) []string {
 	return nil
 }
 
-// TestWireEnds: whoever plays the network may go, in the middle of it all, may
-// send anything, and another may come: the sandbox goes on, also if nobody has the
-// other end any more.
+// TestWireEnds: the process at the other end of the wire may end at any time, may
+// send anything, and may be replaced. The sandbox continues in each case, even if
+// the other end stays closed.
 func TestWireEnds(t *testing.T) {
 	s := spec(t)
 	s.Network = &engine.Network{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1500, Address: netip.MustParsePrefix("10.0.2.15/24")}
@@ -144,13 +146,13 @@ func TestWireEnds(t *testing.T) {
 		}
 	}
 	sh(t, sb, "(while :; do ping -c 1 -W 1 10.0.2.9; done) </dev/null >/dev/null 2>&1 & echo begun")
-	if _, err := end.Read(make([]byte, 2048)); err != nil { // it has begun
+	if _, err := end.Read(make([]byte, 2048)); err != nil { // the pings have begun
 		t.Fatal(err)
 	}
 	if err := end.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if end, err = sb.Wire(); err != nil { // another
+	if end, err = sb.Wire(); err != nil { // a new wire
 		t.Fatal(err)
 	}
 	if _, err := end.Read(make([]byte, 2048)); err != nil {

@@ -16,8 +16,8 @@ import (
 	"agentrun.dev/internal/storage/image"
 )
 
-// nodeRoot is an EROFS image of a root with this machine's Node and what it is
-// linked with.
+// nodeRoot returns an EROFS image of a root with this machine's Node and the
+// libraries that it is linked with.
 func nodeRoot(t *testing.T) *os.File {
 	t.Helper()
 	node, err := exec.LookPath("node")
@@ -48,9 +48,9 @@ done`
 	return f
 }
 
-// TestNodeForks: a Node kernel that has drawn before it is forked, so that its
-// generators are seeded and its caches full, draws something else in each fork,
-// and in the source.
+// TestNodeForks: a Node interpreter has drawn random numbers before it is
+// forked, so its generators are seeded and its caches full. It draws different
+// numbers in each fork and in the source.
 func TestNodeForks(t *testing.T) {
 	e := newEngine(t, config(enginetest.TempDir(t)))
 	s := spec(t)

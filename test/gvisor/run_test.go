@@ -11,9 +11,10 @@ import (
 	"agentrun.dev/internal/host/assets"
 )
 
-// apart runs a bash script that sees folders of its own at /run and /dev/shm, so that it
-// can count what agentrun leaves there while others use it. shm has the mount options of
-// /dev/shm. The script finds agentrun in $agentrun, and a root filesystem in $root.
+// apart runs a bash script with its own /run and /dev/shm, so that the script can count
+// agentrun's files there while other processes use the machine's. shm has the mount
+// options of /dev/shm. The script finds agentrun in $agentrun and a root filesystem in
+// $root.
 func apart(t *testing.T, shm, script string) (stdout, stderr string, _ error) {
 	t.Helper()
 	folder, err := assets.Folder()
@@ -34,7 +35,7 @@ agentrun=$1 root=$2
 	return said.String(), errs.String(), err
 }
 
-// TestKilledRun: what an agentrun run leaves that is killed, the next one removes.
+// TestKilledRun: the next agentrun run removes the leftovers of a killed one.
 func TestKilledRun(t *testing.T) {
 	stdout, stderr, err := apart(t, "rw", `
 mkfifo up
@@ -55,7 +56,7 @@ echo "after the next: $(ls /run/agentrun/gvisor | wc -l) runtime folders, $(find
 	}
 }
 
-// TestKilledPacking: an agentrun run that is killed while it packs a folder leaves nothing
+// TestKilledPacking: if agentrun run is killed while it packs a folder, it leaves no files
 // of it.
 func TestKilledPacking(t *testing.T) {
 	stdout, stderr, err := apart(t, "rw", `
@@ -70,7 +71,7 @@ echo "$(ls -A tmp | wc -l) files"
 	}
 }
 
-// TestNoShm: where /dev/shm cannot be written to, agentrun run says so, and what to do.
+// TestNoShm: if /dev/shm is not writable, agentrun run says so and how to fix it.
 func TestNoShm(t *testing.T) {
 	_, stderr, err := apart(t, "ro", `"$agentrun" run --engine gvisor --rootfs "$root" -- echo never`)
 	if err == nil || !strings.Contains(stderr, "read-only file system") || !strings.Contains(stderr, "mount a tmpfs on /dev/shm") {

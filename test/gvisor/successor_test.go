@@ -11,8 +11,9 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// TestSuccessor: what a parent asked for that was killed at once is done before what
-// its successor asks for: a sandbox that was resumed is not paused after that.
+// TestSuccessor: the request of a parent that was killed at once is done before its
+// successor's requests. So a sandbox that the successor has resumed is not paused
+// afterwards.
 func TestSuccessor(t *testing.T) {
 	e := newEngine(t, config(enginetest.TempDir(t)))
 	snap := freeze(t, boot(t, e))

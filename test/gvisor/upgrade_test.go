@@ -15,13 +15,13 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// installation is the engine of one AgentRun after the other.
+// installation is a host on which one AgentRun replaces another.
 type installation struct {
 	*testing.T
-	helpers string // their folder; empty keeps none
+	helpers string // the folder of kept helpers; if it is empty, helpers are not kept
 }
 
-// engine opens that of the AgentRun that is installed now.
+// engine opens the engine of the AgentRun that is installed now.
 func (in *installation) engine() *gvisor.Engine {
 	in.Helper()
 	cfg := config(enginetest.TempDir(in.T))
@@ -29,7 +29,7 @@ func (in *installation) engine() *gvisor.Engine {
 	return newEngine(in.T, cfg)
 }
 
-// kept is how many builds of the helper are kept.
+// kept returns the number of kept builds of the helper.
 func (in *installation) kept() int {
 	in.Helper()
 	entries, err := os.ReadDir(in.helpers)
@@ -39,7 +39,8 @@ func (in *installation) kept() int {
 	return len(entries)
 }
 
-// collect has an engine delete what neither a sandbox that runs nor some snapshots need.
+// collect makes an engine delete the helpers that neither running sandboxes nor these
+// snapshots need.
 func (in *installation) collect(e *gvisor.Engine, snapshots ...string) {
 	in.Helper()
 	if err := e.KeepPrograms(func() ([]string, error) { return snapshots, nil }); err != nil {
@@ -47,7 +48,7 @@ func (in *installation) collect(e *gvisor.Engine, snapshots ...string) {
 	}
 }
 
-// running leaves a sandbox that outlives its engine, and holds something.
+// running leaves a sandbox that outlives its engine, with a file in its memory.
 func (in *installation) running(e *gvisor.Engine, from *snapshot.Snapshot) (dir string) {
 	in.Helper()
 	dir = in.TempDir()
@@ -62,7 +63,7 @@ func (in *installation) running(e *gvisor.Engine, from *snapshot.Snapshot) (dir 
 	return dir
 }
 
-// adopt takes it over.
+// adopt adopts such a sandbox.
 func (in *installation) adopt(e *gvisor.Engine, dir string) engine.Sandbox {
 	in.Helper()
 	sb, err := e.Adopt(in.Context(), dir)
@@ -76,13 +77,14 @@ func (in *installation) adopt(e *gvisor.Engine, dir string) engine.Sandbox {
 	return sb
 }
 
-// hold leaves something in a sandbox's memory, which held reads.
+// hold writes a file into a sandbox's memory, and held reads it.
 const (
 	hold = "echo kept >/dev/shm/held"
 	held = "cat /dev/shm/held"
 )
 
-// holds fails unless a sandbox has that in its memory, and ends it.
+// holds fails the test unless the sandbox has hold's file in its memory. It
+// ends the sandbox.
 func (in *installation) holds(what string, sb engine.Sandbox, err error) {
 	in.Helper()
 	if err != nil {
@@ -114,7 +116,7 @@ func (in *installation) hibernate(sb engine.Sandbox) (dir string) {
 	return dir
 }
 
-// wake makes a sandbox of what was hibernated.
+// wake forks the snapshot of a hibernated sandbox.
 func (in *installation) wake(e *gvisor.Engine, dir string) (engine.Sandbox, error) {
 	snap, err := snapshot.Open(dir)
 	if err != nil {
@@ -124,9 +126,9 @@ func (in *installation) wake(e *gvisor.Engine, dir string) (engine.Sandbox, erro
 	return e.Fork(in.Context(), snap, engine.ForkOptions{KeepIdentity: true})
 }
 
-// TestUpgradedHelper: when AgentRun has another build of its helper, what the old one has
-// made goes on with the old one, which is kept for as long as anything needs it: sandboxes
-// that run, live forks of them, hibernated ones, forks of snapshots.
+// TestUpgradedHelper: after an upgrade to another build of the helper, sandboxes and
+// snapshots of the old build keep using the old one. It is kept as long as something needs
+// it: running sandboxes, their live forks, hibernated sandboxes, forks of snapshots.
 func TestUpgradedHelper(t *testing.T) {
 	in := &installation{t, filepath.Join(t.TempDir(), "helpers")}
 	old := in.engine()
@@ -165,7 +167,8 @@ func TestUpgradedHelper(t *testing.T) {
 	sb2, err := in.wake(e, again)
 	in.holds("a live fork that was hibernated", sb2, err)
 
-	// What is of the old build is told from what is of the new one.
+	// Outdated distinguishes snapshots of the old build from those of the new
+	// one.
 	now := freeze(t, boot(t, e))
 	if why, err := e.Outdated(template.Manifest()); err != nil || !strings.Contains(why, "another build of gvisor-helper") {
 		t.Errorf("a template of the old build is outdated: %q, %v", why, err)
@@ -174,8 +177,8 @@ func TestUpgradedHelper(t *testing.T) {
 		t.Errorf("a template of the new build is outdated: %q, %v", why, err)
 	}
 
-	// The old build goes with the last that needs it.
-	if err := errors.Join(sb.Detach(), e.Close()); err != nil { // and what it has made ahead
+	// The old build is deleted with the last user of it.
+	if err := errors.Join(sb.Detach(), e.Close()); err != nil { // with the sandboxes that it has made ahead
 		t.Fatal(err)
 	}
 	e = in.engine()
@@ -198,8 +201,9 @@ func TestUpgradedHelper(t *testing.T) {
 	}
 }
 
-// TestUpgradedWithoutKept: a sandbox of an AgentRun that kept no helpers goes on. Forks of it
-// need its helper: that of its process, or else they are refused by name.
+// TestUpgradedWithoutKept: a sandbox of an AgentRun that kept no helpers continues. Its forks
+// need its helper: they get it from the program of its process, or fail with ErrMismatch if
+// helpers are not kept.
 func TestUpgradedWithoutKept(t *testing.T) {
 	in := &installation{T: t}
 	old := in.engine()
@@ -252,8 +256,9 @@ func TestDamagedHelper(t *testing.T) {
 	}
 }
 
-// upgrade has engines that are opened from now on find another build of the helper: the
-// same with another digest, as bytes after the end of a program are never read.
+// upgrade makes engines that are opened from now on find another build of the helper.
+// It is the same program with another digest, because bytes after the end of a program
+// are never read.
 func upgrade(t *testing.T) {
 	t.Helper()
 	path, err := assets.Path(assets.GVisorHelper)
@@ -267,7 +272,7 @@ func upgrade(t *testing.T) {
 	install(t, append(program, "another"...))
 }
 
-// install has engines that are opened from now on find another helper.
+// install makes engines that are opened from now on find another helper.
 func install(t *testing.T, helper []byte) {
 	t.Helper()
 	from, err := assets.Folder()
@@ -292,8 +297,8 @@ func install(t *testing.T, helper []byte) {
 	t.Setenv(assets.EnvFolder, to)
 }
 
-// TestOlderHelper: a helper that lacks the newest operation of the protocol says so. What it
-// cannot do is refused by name, and its sandbox goes on and can do the rest.
+// TestOlderHelper: a helper without the newest operation of the protocol says so. The engine
+// refuses that operation by name. The sandbox continues and can do everything else.
 func TestOlderHelper(t *testing.T) {
 	in := &installation{t, filepath.Join(t.TempDir(), "helpers")}
 	folder, err := assets.Folder()

@@ -1,4 +1,5 @@
-// Package install tests what make install puts where, and the systemd unit.
+// Package install tests where make install puts its files, and the systemd
+// unit.
 package install
 
 import (
@@ -10,8 +11,8 @@ import (
 	"testing"
 )
 
-// TestInstall: the installed program finds what belongs to it, every command has a
-// manual page, and systemd understands the unit, whose command is one of agentrun's.
+// TestInstall: the installed program finds the other files, every command has a
+// manual page, and systemd accepts the unit, whose command is one of agentrun's.
 func TestInstall(t *testing.T) {
 	root := t.TempDir()
 	cmd := exec.Command("../../scripts/install.sh")
@@ -55,7 +56,7 @@ func TestInstall(t *testing.T) {
 		t.Errorf("the unit says\n%s", text)
 	}
 	run("up", "--help")
-	// systemd looks for the program where the unit says it is.
+	// systemd checks that the program is where the unit says.
 	local := strings.ReplaceAll(string(text), "/usr/lib/agentrun", filepath.Join(root, "usr/lib/agentrun"))
 	if err := os.WriteFile(unit, []byte(local), 0o600); err != nil {
 		t.Fatal(err)

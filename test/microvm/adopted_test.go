@@ -11,8 +11,8 @@ import (
 	"agentrun.dev/internal/engine/enginetest"
 )
 
-// TestAdoptedLimit: a limit of memory that a parent has raised which was killed before
-// it lowered it is what it was for the next one.
+// TestAdoptedLimit: if a parent was killed after it had raised a memory limit, the
+// next parent sets the limit back to its old value.
 func TestAdoptedLimit(t *testing.T) {
 	e := newEngine(t)
 	booted, err := e.Boot(t.Context(), engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: 1})

@@ -15,7 +15,7 @@ import (
 	"agentrun.dev/test/soak"
 )
 
-// complaint is what a kernel prints that has lost time.
+// complaint matches messages of a kernel that has lost time.
 var complaint = regexp.MustCompile(`(?i)lockup|rcu.*stall|hung task|blocked for more than|clocksource|watchdog|time.*backward|BUG|WARNING`)
 
 // quiet fails the test if the guest's kernel complained.
@@ -41,8 +41,9 @@ func command(t *testing.T, sb engine.Sandbox, script string) string {
 	return strings.TrimSpace(stdout.String())
 }
 
-// TestAge: neither a long pause nor an old snapshot is noticed by a guest: its
-// timers go on, its kernel does not complain, and it answers as fast.
+// TestAge: a guest notices neither a long pause nor that its snapshot is old.
+// Its timers continue, its kernel does not complain, and it answers as fast as
+// a fresh one.
 func TestAge(t *testing.T) {
 	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		e := newEngine(t)
@@ -51,7 +52,7 @@ func TestAge(t *testing.T) {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { _ = sb.Close() })
-		// A sleep that is under way when the machine stands still.
+		// This sleep runs while the machine is paused.
 		command(t, sb, `(sleep 5; echo slept > /slept) >/dev/null 2>&1 &`)
 		snap, err := sb.Snapshot(t.Context(), filepath.Join(t.TempDir(), "snapshot"))
 		if err != nil {
@@ -61,7 +62,7 @@ func TestAge(t *testing.T) {
 		if err := sb.Pause(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		// Time itself is what is tested here.
+		// The test needs real time to pass.
 		time.Sleep(time.Duration(soak.Count(600, 6)) * time.Second)
 		if err := sb.Resume(t.Context()); err != nil {
 			t.Fatal(err)
@@ -80,8 +81,8 @@ func TestAge(t *testing.T) {
 		t.Cleanup(func() { _ = fresh.Close() })
 		oldest, newest := forkTimes(t, e, snap, fresh, soak.Count(10, 3))
 		t.Logf("first answers of forks, median: %v from the old snapshot, %v from a fresh one", oldest, newest)
-		// The machine is noisy. What ages, like clocks that catch up with the
-		// time that has passed, takes many times longer.
+		// Measurements are noisy. An effect of age, such as clocks that catch
+		// up with the passed time, would take many times longer.
 		if oldest > 3*newest {
 			t.Errorf("a fork of an old snapshot takes %v to its first answer, of a fresh one %v", oldest, newest)
 		}
@@ -99,7 +100,7 @@ func fork(t *testing.T, e engine.Engine, snap *snapshot.Snapshot) engine.Sandbox
 }
 
 // forkTimes forks two snapshots in turn, n times each, and returns their median
-// times to a first answer.
+// times to the first answer.
 func forkTimes(t *testing.T, e engine.Engine, a, b *snapshot.Snapshot, n int) (time.Duration, time.Duration) {
 	t.Helper()
 	var times [2][]time.Duration

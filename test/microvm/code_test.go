@@ -10,9 +10,9 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// TestCodeForks: the state of a kernel is in every fork, and an execution that
-// runs at that instant goes on in each, where it can be attached to. The root
-// has no Python; the kernel is its shell.
+// TestCodeForks: every fork has the state of an interpreter. An execution that
+// runs at the instant of the fork continues in each fork and can be attached to
+// there. The root has no Python, so the interpreter is its shell.
 func TestCodeForks(t *testing.T) {
 	e := newEngine(t)
 	source, err := e.Boot(t.Context(), engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: 1, Scratch: 64 * mib})

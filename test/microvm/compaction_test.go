@@ -13,20 +13,21 @@ import (
 	"agentrun.dev/test/soak"
 )
 
-// TestCompaction: a chain of forks longer than an image may have layers keeps
-// all that its ancestors wrote, in memory and on disk; so does one whose images
-// are sealed.
+// TestCompaction: in a chain of forks that is longer than the greatest number
+// of layers of a stack, each fork has everything that its ancestors wrote, in
+// memory and on disk. The same is true if the layers are sealed.
 func TestCompaction(t *testing.T) {
 	t.Run("plain", func(t *testing.T) { testCompaction(t) })
 	t.Run("sealed", func(t *testing.T) { testCompaction(t, snapshot.Sealed(testKey())) })
 }
 
-// Each fork of the chain writes what later layers hardly cover, so that its own
-// layer stays: more memory than is stored beside a layer's pages to have fewer
-// extents (layer.Gather), and a block of the disk far from the others.
+// Each fork of the chain writes data that later layers hardly cover, so that
+// its own layer stays: more memory than layer.Gather would store beside a
+// layer's pages to have fewer extents, and a block of the disk far from the
+// others.
 const (
 	wroteBytes  = 2 * mib
-	wroteBlocks = 128 // from one of 4 KiB to the next
+	wroteBlocks = 128 // from one written block of 4 KiB to the next
 )
 
 func testCompaction(t *testing.T, opts ...snapshot.Option) {
@@ -40,7 +41,7 @@ func testCompaction(t *testing.T, opts ...snapshot.Option) {
 	depth := layer.MaxLayers + soak.Count(2*layer.MaxLayers, 2)
 	memory, disk := layerWatch{name: "memory"}, layerWatch{name: "disk"}
 	d := 0
-	// Layers that are covered all the same are dropped, and compaction comes later.
+	// Some layers are covered anyway and dropped, so compaction comes later.
 	for ; d < depth || (d < 3*layer.MaxLayers && memory.compacted*disk.compacted == 0); d++ {
 		command(t, sb, fmt.Sprintf("yes %d | head -c %d > /wrote-%d; echo disk %d | dd of=/dev/vdb bs=4096 seek=%d conv=fsync,notrunc 2>/dev/null", d, wroteBytes, d, d, d*wroteBlocks))
 		child := forkFrom(t, e, sb, filepath.Join(dir, fmt.Sprint(d)), opts...)
@@ -71,16 +72,16 @@ func testCompaction(t *testing.T, opts ...snapshot.Option) {
 	}
 }
 
-// layerWatch counts how often an image was compacted.
+// layerWatch counts how often a stack was compacted.
 type layerWatch struct {
 	name      string
 	layers    []snapshot.Blob
 	compacted int
 }
 
-// see looks at the image of the next snapshot. A capture adds at most one layer to
-// those of its parent; that of a compaction is a second new one. How many layers
-// there are says nothing: those that nothing uses any more are dropped.
+// see looks at the stack of the next snapshot. A capture adds at most one layer to
+// its parent's; a second new layer comes from a compaction. The number of layers
+// proves nothing, because unused layers are dropped.
 func (w *layerWatch) see(t *testing.T, depth int, layers []snapshot.Blob) {
 	t.Helper()
 	if len(layers) > layer.MaxLayers {

@@ -53,9 +53,9 @@ func digest(t *testing.T, f *os.File, off, n int64) string {
 	return fmt.Sprintf("%x", h.Sum(nil))
 }
 
-// TestDisks: what the guest writes and flushes is in the host's file, what the
-// host's file has the guest reads, a read-only disk stays as it is, and
-// discarded blocks are given back.
+// TestDisks: data that the guest writes and flushes is in the host's file, and
+// the guest reads the data of the host's file. A read-only disk stays
+// unchanged, and discarded blocks are returned to the host.
 func TestDisks(t *testing.T) {
 	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		const size = 32 * mib
@@ -104,7 +104,7 @@ func blocks(t *testing.T, f *os.File) int64 {
 	return st.Blocks
 }
 
-// TestFilesystem mounts ext4 from a disk, works in it, and finds it clean.
+// TestFilesystem mounts ext4 from a disk, uses it, and finds it clean.
 func TestFilesystem(t *testing.T) {
 	rw, _ := disk(t, 64*mib, nil)
 	g := boot(t, 2, func(s *engine.Spec) { s.Files = []engine.FileDisk{{File: rw}} })
@@ -118,8 +118,8 @@ func TestFilesystem(t *testing.T) {
 	}
 }
 
-// TestClock: guests run on kvm-clock, know the time, and sleep for as long as
-// they are told.
+// TestClock: guests use kvm-clock, know the time, and sleep for the requested
+// time.
 func TestClock(t *testing.T) {
 	forEachSMP(t, func(t *testing.T, vcpus int) {
 		g := boot(t, vcpus)
@@ -132,7 +132,7 @@ func TestClock(t *testing.T) {
 		if err != nil || now < before-1 || now > after+1 {
 			t.Errorf("the guest's time is %d, %v; the host's between %d and %d", now, err, before, after)
 		}
-		// Monotonic time against the host's, as a ratio over a sleep.
+		// Monotonic time compared with the host's, as a ratio over a sleep.
 		start := time.Now()
 		spent := g.sh(t, "a=$(cut -d' ' -f1 /proc/uptime); sleep 1; b=$(cut -d' ' -f1 /proc/uptime); echo $a $b")
 		host := time.Since(start).Seconds()
@@ -146,7 +146,7 @@ func TestClock(t *testing.T) {
 	})
 }
 
-// TestProfile: what the CPU profile hides is not there.
+// TestProfile: the guest does not see features that the CPU profile hides.
 func TestProfile(t *testing.T) {
 	g := boot(t, 2)
 	flags := strings.Fields(g.sh(t, "grep -m1 ^flags /proc/cpuinfo"))
@@ -166,8 +166,8 @@ func TestProfile(t *testing.T) {
 	}
 }
 
-// TestGenerationID: the kernel finds the generation id and reseeds its random
-// number generator when it changes.
+// TestGenerationID: the kernel finds the generation id, and reseeds its random
+// number generator when the id changes.
 func TestGenerationID(t *testing.T) {
 	g := boot(t, 1)
 	const said = "crng reseeded due to virtual machine fork"
@@ -182,8 +182,8 @@ func TestGenerationID(t *testing.T) {
 	})
 }
 
-// eventually asks the guest again and again; each question is an exec, so this
-// waits without a timer. The test's own deadline ends it.
+// eventually asks the guest repeatedly. Each question is an exec, so no timer
+// is needed. The deadline is for a stuck test.
 func eventually(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	deadline := time.Now().Add(time.Minute)
@@ -205,7 +205,7 @@ func TestEntropy(t *testing.T) {
 	}
 }
 
-// privateKiB is the private memory of a guest's vmm process.
+// privateKiB returns the private memory of a guest's vmm process.
 func privateKiB(t *testing.T, g *testGuest) int {
 	t.Helper()
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", g.process.Pid()))
@@ -226,7 +226,7 @@ func privateKiB(t *testing.T, g *testGuest) int {
 }
 
 // TestMemoryComesBack: memory that the guest has freed, and memory that the
-// balloon took, is the host's again.
+// balloon took, returns to the host.
 func TestMemoryComesBack(t *testing.T) {
 	g := boot(t, 2, func(s *engine.Spec) { s.Memory = 512 * mib })
 	idle := privateKiB(t, g)
@@ -256,13 +256,13 @@ func TestMemoryComesBack(t *testing.T) {
 	eventually(t, "the balloon gives them back", func() bool { return free() > before-20<<10 })
 }
 
-// TestConsoleSpam: a guest that prints without end costs neither memory nor
-// the agent's attention, and its last words are kept.
+// TestConsoleSpam: a guest that prints without end costs no memory and does not
+// delay the agent. The end of its output is kept.
 func TestConsoleSpam(t *testing.T) {
 	g := boot(t, 2)
 	before := privateKiB(t, g)
 	g.sh(t, "dd if=/dev/zero bs=1k count=%d 2>/dev/null | tr '\\0' x > /dev/console; echo the end > /dev/console", soak.Count(1024, 8))
-	// A write to a terminal returns before its driver has sent everything.
+	// A write to a terminal returns before the driver has sent everything.
 	ctx, cancel := context.WithTimeout(t.Context(), bootTimeout)
 	defer cancel()
 	for ended := false; !ended; {
@@ -283,7 +283,7 @@ func TestConsoleSpam(t *testing.T) {
 	}
 }
 
-// TestPauseLinux: a paused guest stands still and goes on.
+// TestPauseLinux: a paused guest stops, and continues when it is resumed.
 func TestPauseLinux(t *testing.T) {
 	forEachSMP(t, func(t *testing.T, vcpus int) {
 		g := boot(t, vcpus)

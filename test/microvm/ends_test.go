@@ -14,13 +14,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestEnds: each way a Linux guest can end is noticed, with its reason. A
-// triple fault and an internal error of KVM are forced by the bare test guest
-// (internal/vmm), since Linux cannot be made to have them at will.
+// TestEnds: every way in which a Linux guest can end is noticed, with its
+// reason. The bare test guest (internal/vmm) covers a triple fault and an
+// internal error of KVM, because Linux cannot be made to cause them.
 func TestEnds(t *testing.T) {
 	trigger := func(script string) func(*testing.T, *testGuest) {
 		return func(t *testing.T, g *testGuest) {
-			// The answer may be lost with the guest.
+			// The guest may end before its answer arrives.
 			_, _ = g.Agent().Run(t.Context(), shell(script), nil, nil, nil)
 		}
 	}
@@ -79,7 +79,7 @@ func TestEnds(t *testing.T) {
 	}
 }
 
-// TestBootFailureIsExplained: a guest that cannot boot says why.
+// TestBootFailureIsExplained: the error of a guest that cannot boot says why.
 func TestBootFailureIsExplained(t *testing.T) {
 	for _, c := range []struct {
 		name string

@@ -13,7 +13,7 @@ import (
 	"agentrun.dev/test/soak"
 )
 
-// newEngine makes an engine with folders of its own.
+// newEngine makes an engine with its own folders.
 func newEngine(t testing.TB) *microvm.Engine {
 	t.Helper()
 	return openEngine(t, enginetest.TempDir(t))
@@ -33,7 +33,7 @@ func engineIn(dir string) (*microvm.Engine, error) {
 	return microvm.New(microvm.Config{Resident: filepath.Join(dir, "resident"), Scratch: filepath.Join(dir, "scratch"), Key: testKey()})
 }
 
-// testKey is one for all engines of the tests.
+// testKey is the same key for all engines of the tests.
 var testKey = sync.OnceValue(func() *seal.Key {
 	k, err := seal.Generate()
 	if err != nil {
@@ -42,8 +42,8 @@ var testKey = sync.OnceValue(func() *seal.Key {
 	return k
 })
 
-// dirEnv is where the engine of a test keeps everything, for parents that the
-// tests start and kill.
+// dirEnv names the folder in which a test's engine keeps its files. Parents
+// that the tests start and kill use it.
 const dirEnv = "AGENTRUN_TEST_DIR"
 
 func openRoot(t testing.TB) *os.File {

@@ -38,7 +38,7 @@ func TestBoot(t *testing.T) {
 		if got := g.sh(t, "cat /proc/1/comm"); got != "init" {
 			t.Errorf("process 1 is %q, want our agent, init", got)
 		}
-		// What programs expect to find, without anything installed.
+		// Programs expect these to exist without an installation.
 		g.sh(t, "test -d /proc/self && test -d /sys/class && test -c /dev/null && test -d /dev/pts && test -w /dev/shm && test -w /tmp")
 		g.sh(t, "ifconfig lo | grep -q 127.0.0.1 && ping -c1 -W5 127.0.0.1")
 		g.sh(t, "echo written > /etc/written && cat /etc/written")
@@ -131,8 +131,8 @@ func shell(script string) guestrpc.ExecRequest {
 	return guestrpc.ExecRequest{Argv: []string{"sh", "-c", script}}
 }
 
-// TestKill kills a process group, and a whole session whose members ignore
-// what can be ignored.
+// TestKill kills a process group, and then a whole session whose members ignore
+// the signals that can be ignored.
 func TestKill(t *testing.T) {
 	g := boot(t, 2)
 	x, err := g.Agent().Exec(t.Context(), shell("trap '' TERM; sleep 1000 & echo started; wait"))
@@ -152,7 +152,7 @@ func TestKill(t *testing.T) {
 	}
 }
 
-// waitFor reads until a text has come.
+// waitFor reads until the text has arrived.
 func waitFor(t *testing.T, r io.Reader, text string) string {
 	t.Helper()
 	var seen bytes.Buffer
@@ -196,14 +196,14 @@ func TestTerminal(t *testing.T) {
 	}
 }
 
-// bulkScript prints n MiB: a seed of 64 numbered lines of 64 bytes, doubled to
-// 1 MiB, n times.
+// bulkScript prints n MiB: 64 numbered lines of 64 bytes, doubled to 1 MiB, n
+// times.
 const bulkScript = `cd /tmp; i=0; while [ $i -lt 64 ]; do printf '%%064d' $i; i=$((i+1)); done > a
 i=0; while [ $i -lt 8 ]; do cat a a > b; mv b a; i=$((i+1)); done
 n=%d; while [ $n -gt 0 ]; do cat a; n=$((n-1)); done`
 
 // TestBulk moves 100 MiB out through stdout, and in and out through a file,
-// checksummed on both sides.
+// with checksums on both sides.
 func TestBulk(t *testing.T) {
 	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		g := boot(t, vcpus, func(s *engine.Spec) { s.Memory = 512 * mib })
@@ -264,7 +264,7 @@ func (c *counter) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// pattern is a stream of bytes that does not repeat by pages.
+// pattern is a stream of bytes whose pages all differ.
 type pattern struct{ state uint64 }
 
 func (p *pattern) Read(b []byte) (int, error) {
@@ -292,8 +292,8 @@ func TestConcurrentExecs(t *testing.T) {
 	})
 }
 
-// TestStalledReader: a process whose output nobody reads holds up neither
-// other processes nor the agent.
+// TestStalledReader: a process whose output is not read delays neither other
+// processes nor the agent.
 func TestStalledReader(t *testing.T) {
 	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		g := boot(t, vcpus)
@@ -318,7 +318,7 @@ func TestStalledReader(t *testing.T) {
 	})
 }
 
-// TestReconnect: an exec outlives its connection and is found again by id.
+// TestReconnect: an exec outlives its connection and can be found by its id.
 func TestReconnect(t *testing.T) {
 	g := boot(t, 1)
 	req := shell("echo first; read line; echo second $line; exit 9")
@@ -349,7 +349,7 @@ func TestReconnect(t *testing.T) {
 	}
 }
 
-// dial opens one more session with a guest's agent.
+// dial opens another session with a guest's agent.
 func dial(t *testing.T, g *testGuest) *guestrpc.Client {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)

@@ -10,8 +10,8 @@ import (
 	"agentrun.dev/internal/storage/seal"
 )
 
-// TestHibernation: no copy of a sandbox is in memory when it is written to disk,
-// with a disk of its own.
+// TestHibernation: hibernation makes no copy of the sandbox in memory. The
+// sandbox has its own disk.
 func TestHibernation(t *testing.T) {
 	enginetest.Hibernation(t, func(t *testing.T, resident string, key *seal.Key) engine.Engine {
 		e, err := microvm.New(microvm.Config{Resident: resident, Scratch: filepath.Join(enginetest.TempDir(t), "scratch"), Key: key})

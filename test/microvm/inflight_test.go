@@ -14,7 +14,7 @@ import (
 	"agentrun.dev/test/soak"
 )
 
-// forkFrom forks a snapshot of a sandbox, and ends the fork with the test.
+// forkFrom forks a snapshot of a sandbox. The fork ends with the test.
 func forkFrom(t *testing.T, e engine.Engine, sb engine.Sandbox, dir string, opts ...snapshot.Option) engine.Sandbox {
 	t.Helper()
 	snap, err := sb.Snapshot(t.Context(), dir, opts...)
@@ -30,7 +30,7 @@ func forkFrom(t *testing.T, e engine.Engine, sb engine.Sandbox, dir string, opts
 	return child
 }
 
-// buildDiskWriter compiles the program of testdata/diskwriter.c.
+// buildDiskWriter compiles testdata/diskwriter.c.
 func buildDiskWriter(t *testing.T) *os.File {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "diskwriter")
@@ -56,15 +56,15 @@ while [ $i -lt %d ]; do
 	i=$((i+1))
 done`
 
-// twoMorePasses waits until every writer, or one that has failed, has made two
-// more passes than when it was asked.
+// twoMorePasses waits until every writer has made two more passes, or has
+// failed.
 const twoMorePasses = `cd /run/writers
 for w in *.passes; do
 	read -r from <$w
 	while read -r now <$w; [ "${now:-0}" -lt $((from+2)) ] && ! [ -e ${w%.passes}.exit ]; do usleep 2000; done
 done`
 
-// stopDiskWriters ends the writers and prints how each of them ended.
+// stopDiskWriters ends the writers and prints how each ended.
 const stopDiskWriters = `cd /run/writers
 touch stop
 for w in *.passes; do
@@ -72,10 +72,10 @@ for w in *.passes; do
 	echo "$(cat ${w%.passes}.exit)$(cat ${w%.passes}.error)"
 done`
 
-// TestBlockInFlight: writers with requests to a disk under way at all times do
-// not notice that their machine is captured, in the machine itself and in its
-// fork; each goes on with its own copy of the disk. The next one is made of the
-// fork.
+// TestBlockInFlight: programs that always have disk requests in flight do not
+// notice when their machine is captured, neither in the machine nor in its
+// fork. Both continue with their own copy of the disk. The next fork is made
+// from the last one.
 func TestBlockInFlight(t *testing.T) {
 	forEachSMP(t, func(t *testing.T, vcpus int) {
 		e := newEngine(t)
@@ -94,7 +94,8 @@ func TestBlockInFlight(t *testing.T) {
 			child := forkFrom(t, e, sb, filepath.Join(dir, fmt.Sprint(i)))
 			command(t, sb, twoMorePasses)
 			endWriters(t, sb)
-			// Alone: machines that write all the time slow each other down.
+			// Only the fork runs from here on, because machines that write all
+			// the time slow each other down.
 			if err := sb.Close(); err != nil {
 				t.Fatal(err)
 			}
@@ -105,7 +106,8 @@ func TestBlockInFlight(t *testing.T) {
 	})
 }
 
-// endWriters checks that all writers found on the disk what they had written.
+// endWriters checks that every writer read back from the disk what it had
+// written.
 func endWriters(t *testing.T, sb engine.Sandbox) {
 	t.Helper()
 	want := strings.TrimSpace(strings.Repeat("0\n", diskWriters))

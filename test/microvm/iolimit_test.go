@@ -14,9 +14,9 @@ import (
 	"github.com/containerd/cgroups/v3"
 )
 
-// TestIOLimit: a guest that reads and writes its disk is held to the limit that
-// its fork was given. What the same guest does without one is the measure, so
-// that it does not matter how fast the machine is.
+// TestIOLimit: a guest's disk transfers keep to the limit of its fork. They are
+// compared with transfers of the same guest without a limit, so the speed of
+// the machine does not matter.
 func TestIOLimit(t *testing.T) {
 	e := newEngine(t)
 	source, err := e.Boot(t.Context(), engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: 1, Scratch: 64 * mib})
@@ -38,8 +38,8 @@ func TestIOLimit(t *testing.T) {
 		t.Cleanup(func() { _ = sb.Close() })
 		return sb
 	}
-	// A limit lets a second's worth through at once, so that it must be much
-	// less than what is transferred.
+	// A limit admits one second's worth at once, so it must be much less than
+	// the size of a transfer.
 	const size, times = 8 * mib, 8
 	free := fork(engine.IOLimits{})
 	for _, tt := range []struct {
@@ -57,8 +57,8 @@ func TestIOLimit(t *testing.T) {
 		if ratio := took / unlimited; ratio < times/2 {
 			t.Errorf("%s: a limit of %.0f bytes per second makes it %.1f times as slow, not %d times", tt.name, rate, ratio, times)
 		}
-		// Whatever the machine did, more than the limit and a second's worth, and
-		// the request that exceeds it, cannot have been transferred.
+		// In any case a guest cannot transfer more than the limit, plus one
+		// second's worth, plus the request that exceeds it.
 		if most := rate*(took+1) + mib; size > most {
 			t.Errorf("%s: %d bytes in %.2f s under a limit of %.0f per second", tt.name, size, took, rate)
 		}
@@ -68,8 +68,8 @@ func TestIOLimit(t *testing.T) {
 	}
 }
 
-// transfer has a guest copy so many bytes past its cache, and returns the
-// seconds that it took by the guest's own clock.
+// transfer makes a guest copy that many bytes without its cache, and returns
+// the seconds by the guest's clock.
 func transfer(t *testing.T, sb engine.Sandbox, dd string, size int) float64 {
 	t.Helper()
 	out := command(t, sb, fmt.Sprintf("sync; echo 3 > /proc/sys/vm/drop_caches; cat /proc/uptime; dd %s bs=64k count=%d 2>/dev/null; cat /proc/uptime", dd, size/(64<<10)))
@@ -77,11 +77,11 @@ func transfer(t *testing.T, sb engine.Sandbox, dd string, size int) float64 {
 	if _, err := fmt.Sscan(out, &before, &idle, &after); err != nil || after < before {
 		t.Fatalf("the guest says %q: %v", out, err)
 	}
-	return max(after-before, 0.01) // its resolution
+	return max(after-before, 0.01) // the clock's resolution
 }
 
-// TestIOLimitOfDevice: where the disks of sandboxes are on a block device, their
-// cgroups bound it as well, one that was booted and one that was forked.
+// TestIOLimitOfDevice: if the disks of sandboxes are on a block device, their
+// cgroups limit it as well, for a booted and for a forked sandbox.
 func TestIOLimitOfDevice(t *testing.T) {
 	e, err := microvm.New(microvm.Config{Resident: enginetest.TempDir(t), Scratch: onDevice(t)})
 	if err != nil {
@@ -119,8 +119,8 @@ func TestIOLimitOfDevice(t *testing.T) {
 	}
 }
 
-// bounded looks at what a sandbox's cgroup says of the one device that it bounds;
-// those of v1 bound none.
+// bounded checks the limit of the one device in a sandbox's cgroup. With cgroups
+// v1 there is no such limit.
 func bounded(t *testing.T, sb engine.Sandbox, want string) {
 	t.Helper()
 	if cgroups.Mode() != cgroups.Unified {
@@ -144,7 +144,7 @@ func bounded(t *testing.T, sb engine.Sandbox, want string) {
 	}
 }
 
-// onDevice mounts a block device.
+// onDevice mounts a file system on a block device.
 func onDevice(t *testing.T) string {
 	t.Helper()
 	file, mount := filepath.Join(enginetest.TempDir(t), "disk"), t.TempDir()

@@ -8,8 +8,8 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// TestAllOfItsRAM: a guest may use all of its RAM; what its VM costs beyond
-// that has room under the limit.
+// TestAllOfItsRAM: a guest can use all of its RAM. The limit leaves room for
+// the other memory of its VM.
 func TestAllOfItsRAM(t *testing.T) {
 	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		const ram = 192 * mib
@@ -18,8 +18,8 @@ func TestAllOfItsRAM(t *testing.T) {
 		if err != nil || limit <= ram {
 			t.Fatalf("limit %d, %v", limit, err)
 		}
-		// All but what the kernel wants to keep free; a guest that takes more
-		// kills its own processes.
+		// The guest fills all of it except the part that the kernel keeps free;
+		// beyond that, the kernel would kill processes.
 		g.sh(t, `mkdir /run/fill && mount -t tmpfs -o size=100%% none /run/fill
 			free=$(awk '/MemAvailable/ { print int($2 / 1024) - 6 }' /proc/meminfo)
 			dd if=/dev/zero of=/run/fill/all bs=1M count=$free 2>/dev/null`)
@@ -35,15 +35,15 @@ func TestAllOfItsRAM(t *testing.T) {
 		if usage > limit-4*mib {
 			t.Errorf("%d bytes are charged, which leaves less than 4 MiB to the limit of %d", usage, limit)
 		}
-		// A whole pass over it, and it still answers.
+		// The guest still answers after reading all of it.
 		if got := g.sh(t, "cat /run/fill/all >/dev/null && rm /run/fill/all && echo alive"); got != "alive" {
 			t.Errorf("afterwards it said %q", got)
 		}
 	})
 }
 
-// TestCaptureOfFullGuest: what is charged nearly doubles while a guest's memory
-// is captured, and that is not the end of it.
+// TestCaptureOfFullGuest: the capture of a full guest nearly doubles the
+// charged memory, and the guest survives it.
 func TestCaptureOfFullGuest(t *testing.T) {
 	sb, err := newEngine(t).Boot(t.Context(), engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: 1})
 	if err != nil {

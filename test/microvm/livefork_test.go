@@ -15,8 +15,8 @@ import (
 	"agentrun.dev/test/soak"
 )
 
-// counters starts programs that count in memory and on disk in step, one per
-// vCPU (guest/rootfs/counter.c).
+// counters starts one program per vCPU that counts in step in memory and on
+// disk (guest/rootfs/counter.c).
 func counters(t *testing.T, sb engine.Sandbox, n int) {
 	t.Helper()
 	command(t, sb, "mkdir -p /run/count")
@@ -26,9 +26,9 @@ func counters(t *testing.T, sb engine.Sandbox, n int) {
 	}
 }
 
-// goesOn waits until all counters of a sandbox have checked what they found,
-// several rounds long, and says how far they were before. None may have found
-// its memory and its disk to be of different instants.
+// goesOn waits until all counters of a sandbox have checked several more
+// rounds, and returns the rounds before that. It fails if a counter has found
+// its memory and its disk at different instants.
 func goesOn(t *testing.T, sb engine.Sandbox) (rounds []int) {
 	t.Helper()
 	for i, line := range strings.Split(command(t, sb, "for c in /run/count/*; do counter $c 3; done"), "\n") {
@@ -47,7 +47,7 @@ func goesOn(t *testing.T, sb engine.Sandbox) (rounds []int) {
 	return rounds
 }
 
-// resources counts the mappings and descriptors of a sandbox's process.
+// resources counts the mappings and descriptors of a sandbox's vmm process.
 func resources(t *testing.T, sb engine.Sandbox) (mappings, descriptors int) {
 	t.Helper()
 	id, err := microvm.Identify(sb)
@@ -65,9 +65,9 @@ func resources(t *testing.T, sb engine.Sandbox) (mappings, descriptors int) {
 	return strings.Count(string(maps), "\n"), len(fds)
 }
 
-// TestLiveForks, in a row, of a source that counts in memory and on disk in
-// step: both agree in every child, the source loses nothing, and the last
-// forks cost what the first did.
+// TestLiveForks forks a source repeatedly while it counts in step in memory and
+// on disk. Both agree in every child, the source loses nothing, and the last
+// forks cost as much as the first.
 func TestLiveForks(t *testing.T) {
 	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		e := newEngine(t)
@@ -115,7 +115,7 @@ func TestLiveForks(t *testing.T) {
 		}
 		goesOn(t, source)
 		quiet(t, source)
-		// They swing as layers are added and folded, but do not grow.
+		// The numbers vary as layers are added and folded, but do not grow.
 		if most[1].mappings > most[0].mappings+64 || most[1].descriptors > most[0].descriptors+8 {
 			t.Errorf("at most %+v in the first half, %+v in the second", most[0], most[1])
 		}
@@ -123,15 +123,15 @@ func TestLiveForks(t *testing.T) {
 	})
 }
 
-// latencies are how long forks took, as multiples of what the source itself
-// took for some work just before: the machine is not always equally busy.
+// latencies are the durations of forks, as multiples of the time that the
+// source needed for some work just before, because the machine's load varies.
 type latencies []float64
 
-// slowestGrowth is how much slower the last forks may be than the first.
+// slowestGrowth bounds how much slower the last forks may be than the first.
 const slowestGrowth = 2.5
 
-// check compares the medians of the first and the last forks. A few say
-// nothing.
+// check compares the medians of the first and the last forks. A short run is
+// not checked.
 func (l latencies) check(t *testing.T) {
 	t.Helper()
 	const window = 50
@@ -150,8 +150,8 @@ func median(sample []float64) float64 {
 	return s[len(s)/2]
 }
 
-// TestLiveForksAtOnce: forks that are asked for while the copy of another is
-// under way, and several children of one instant.
+// TestLiveForksAtOnce: forks are requested while the copy for another fork is
+// in progress, with several children of one instant.
 func TestLiveForksAtOnce(t *testing.T) {
 	e := newEngine(t)
 	source, err := e.Boot(t.Context(), engine.Spec{Root: openRoot(t), Memory: 128 * mib, VCPUs: 1, Scratch: 64 * mib})
@@ -184,8 +184,8 @@ func TestLiveForksAtOnce(t *testing.T) {
 	goesOn(t, source)
 }
 
-// TestLiveForkOfKilled: a source that is killed in the middle of a fork ends
-// the fork with an error, and nothing of it is used.
+// TestLiveForkOfKilled: if a source is killed during a fork, the fork fails and
+// no child of it is used.
 func TestLiveForkOfKilled(t *testing.T) {
 	e := newEngine(t)
 	for range soak.Count(20, 3) {
@@ -199,7 +199,7 @@ func TestLiveForkOfKilled(t *testing.T) {
 		}
 		forked := make(chan error, 1)
 		go func() {
-			for { // until it is hit
+			for { // until the kill hits a fork
 				f, err := source.Fork(t.Context(), []engine.ForkOptions{{}})
 				if err != nil {
 					forked <- err

@@ -1,7 +1,7 @@
-// Package microvm tests real Linux guests on real KVM, through the same code
-// that agentrun uses: a vmm process per guest, the guest kernel and the guest
-// agent. make test runs it on the host's KVM where that is hardware-backed,
-// and in the testbed elsewhere.
+// Package microvm tests real Linux guests on real KVM, through the code that
+// agentrun uses: a vmm process per guest, the guest kernel and the guest agent.
+// make test runs it on the host's KVM if that is hardware-backed, and otherwise
+// in the testbed.
 package microvm
 
 import (
@@ -43,7 +43,7 @@ func runTests(m *testing.M) int {
 	return m.Run()
 }
 
-// testGuest is a booted guest with helpers that fail the test.
+// testGuest is a booted guest. Its helpers fail the test.
 type testGuest struct {
 	engine.Sandbox
 	process *process.Process
@@ -53,7 +53,7 @@ type testGuest struct {
 // bootTimeout is generous: the testbed may share two slow cores.
 const bootTimeout = 3 * time.Minute
 
-// boot boots a guest with the given number of vCPUs; edit may change more.
+// boot boots a guest with that many vCPUs; edit may change the spec further.
 func boot(t testing.TB, vcpus int, edit ...func(*engine.Spec)) *testGuest {
 	t.Helper()
 	root, err := os.Open(rootImage)
@@ -86,13 +86,13 @@ func boot(t testing.TB, vcpus int, edit ...func(*engine.Spec)) *testGuest {
 	return g
 }
 
-// result is what a command did.
+// result is the result of a command.
 type result struct {
 	status         guestrpc.ExitStatus
 	stdout, stderr string
 }
 
-// run runs a request to its end.
+// run runs a program to its end.
 func (g *testGuest) run(t testing.TB, req guestrpc.ExecRequest, stdin string) result {
 	t.Helper()
 	var stdout, stderr bytes.Buffer
@@ -131,8 +131,8 @@ func forEachSMP(t *testing.T, test func(t *testing.T, vcpus int)) {
 	}
 }
 
-// soakEachSMP does so in make soak. In make test two vCPUs stand for both: with
-// them a guest does all that it does with one.
+// soakEachSMP runs a test with 1 and with 2 vCPUs in make soak. In make test it
+// uses only 2, because with 2 a guest does everything that it does with 1.
 func soakEachSMP(t *testing.T, test func(t *testing.T, vcpus int)) {
 	if soak.On() {
 		forEachSMP(t, test)

@@ -9,17 +9,17 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 )
 
-// What a fork that has answered may have of its own: pages of its guest, and these
-// and the private memory of its process together.
+// Limits for a fork that has answered once: its own pages of guest memory, and
+// these together with the private memory of its process.
 const (
 	mostGuestPages = 512 << 10
 	mostPrivate    = 1700 << 10
 )
 
-// TestIdleForkIsSmall: a fork owns little more than what it writes to in order to
-// answer. A busy machine gives its guest time for other things, so that the smallest
-// of some forks counts, and where what is in the way was captured another snapshot
-// may do better.
+// TestIdleForkIsSmall: a fork owns little more than the pages that it writes for its
+// answer. On a busy machine the guest has time for other work, so the smallest of
+// several forks counts. If the snapshot was taken during such work, another snapshot
+// may give smaller forks.
 func TestIdleForkIsSmall(t *testing.T) {
 	e := newEngine(t)
 	least := bench.Memory{}
@@ -34,7 +34,8 @@ func TestIdleForkIsSmall(t *testing.T) {
 		least.Guest, mostGuestPages, least.Guest+least.Process, mostPrivate)
 }
 
-// smallestFork makes a snapshot as a template's is made, and some forks of it.
+// smallestFork takes a snapshot in the same way as for a template, and makes
+// several forks of it.
 func smallestFork(t *testing.T, e engine.Engine) (least bench.Memory) {
 	t.Helper()
 	const memory = 256 * mib

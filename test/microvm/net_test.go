@@ -12,9 +12,9 @@ import (
 	"agentrun.dev/internal/network/wire"
 )
 
-// TestNetwork: frames reach the other end of the wire, and frames from
-// it reach the guest: its ping is answered by a few lines that speak ARP and
-// ICMP.
+// TestNetwork: the guest's frames reach the other end of the wire, and frames
+// from there reach the guest. The test answers its ping with a few lines of ARP
+// and ICMP.
 func TestNetwork(t *testing.T) {
 	g := boot(t, 2, func(s *engine.Spec) {
 		s.Network = &engine.Network{
@@ -44,7 +44,7 @@ func TestNetwork(t *testing.T) {
 	}
 }
 
-// answer plays 10.0.2.2 until its end of the wire closes.
+// answer plays the host 10.0.2.2 until its end of the wire is closed.
 func answer(file *os.File) error {
 	our := []byte{0x02, 0, 0, 0, 0, 2}
 	message := make([]byte, wire.MaxMessage)
@@ -86,7 +86,7 @@ func answer(file *os.File) error {
 		}
 		copy(f[0:6], f[6:12])
 		copy(f[6:12], our)
-		wire.Header{}.Put(message) // nothing is left to do
+		wire.Header{}.Put(message) // the receiver need not complete anything
 		if _, err := file.Write(message[:n]); err != nil {
 			return err
 		}

@@ -16,7 +16,8 @@ import (
 	"agentrun.dev/test/soak"
 )
 
-// bootSnapshot boots a guest, warms it up with a shell command and freezes it.
+// bootSnapshot boots a guest, warms it up with a shell command and takes a
+// snapshot.
 func bootSnapshot(t *testing.T, e *microvm.Engine, vcpus int, warmUp string) *snapshot.Snapshot {
 	t.Helper()
 	ctx := t.Context()
@@ -47,9 +48,8 @@ func inShell(t testing.TB, sb engine.Sandbox, script string) string {
 
 const whoAmI = "hostname; cat /etc/machine-id /run/agentrun/generation; head -c 16 /dev/urandom | od -An -tx1; uptime >/dev/null; cat /warm"
 
-// TestReady: sandboxes that wait are claimed, each with an identity of its own;
-// their time does not count the wait; one that dies is replaced; claims beyond
-// them are forks.
+// TestReady: waiting sandboxes are claimed, each with its own identity. Claims
+// beyond the waiting sandboxes get forks. A claim can choose the host name.
 func TestReady(t *testing.T) {
 	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		e := newEngine(t)

@@ -9,9 +9,9 @@ import (
 	"agentrun.dev/internal/engine"
 )
 
-// TestRehearsed: what the rehearsals of two forks have written to is there in the
-// next fork before it is asked for anything, with what the snapshot has in it; and
-// a rehearsal that fails ends its fork.
+// TestRehearsed: the pages that the rehearsals of two forks have written are
+// present in the next fork before its first request, with the content of the
+// snapshot. A failed rehearsal ends its fork.
 func TestRehearsed(t *testing.T) {
 	ctx := t.Context()
 	e := newEngine(t)
@@ -24,7 +24,7 @@ func TestRehearsed(t *testing.T) {
 		}
 		return st.Own
 	}
-	// In place: each fork writes to the same pages.
+	// The work is in place, so that each fork writes to the same pages.
 	rehearse := func(_ context.Context, sb engine.Sandbox) error {
 		inShell(t, sb, "yes | dd of=/dev/shm/work bs=4096 count=400 iflag=fullblock conv=notrunc")
 		return nil

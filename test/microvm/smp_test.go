@@ -7,8 +7,8 @@ import (
 )
 
 // TestParallel: two busy loops on two vCPUs take about as long as one, not
-// twice as long. Wall-clock times here are noisy, so the best of several tries
-// counts, as a ratio.
+// twice as long. Wall-clock times are noisy here, so the test takes the best
+// ratio of several tries.
 func TestParallel(t *testing.T) {
 	g := boot(t, 2)
 	loop := func(cpu int) {

@@ -10,15 +10,15 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 )
 
-// TestSpares: forks into spares that waited are forks like any: each with an
-// identity and memory of its own, with limits if they were asked for; they
-// outlive the spares, and with a socket their parent's interest.
+// TestSpares: forks into waiting spares are like other forks: each has its own
+// identity and memory, and limits if requested. They outlive the spares. A fork
+// with a folder can be adopted after its parent has detached.
 func TestSpares(t *testing.T) {
 	soakEachSMP(t, func(t *testing.T, vcpus int) {
 		ctx := t.Context()
 		e := newEngine(t)
 		snap := bootSnapshot(t, e, vcpus, "echo warmed up > /warm")
-		for range 2 { // which are asked for what they touch, and made cold for that
+		for range 2 { // the engine learns from these which pages forks touch; they are made without spares
 			sb, err := e.Fork(ctx, snap, engine.ForkOptions{})
 			if err != nil {
 				t.Fatal(err)

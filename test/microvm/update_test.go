@@ -12,9 +12,9 @@ import (
 	"agentrun.dev/internal/host/assets"
 )
 
-// TestOlderVMM: a vmm that lacks the newest message of its protocol says so. What it cannot
-// do is refused by name; its sandbox goes on, forks, and wakes under the vmm that is
-// installed now.
+// TestOlderVMM: a vmm without the newest message of its protocol says so. The engine
+// refuses that operation by name. The sandbox continues, can be forked, and wakes under the
+// installed vmm.
 func TestOlderVMM(t *testing.T) {
 	folder, err := assets.Folder()
 	if err != nil {
@@ -85,7 +85,8 @@ func TestOlderVMM(t *testing.T) {
 	answersWired(t, "what was hibernated", awake)
 }
 
-// answersWired fails unless a sandbox answers and has a wire, and ends it.
+// answersWired fails the test unless a sandbox answers and has a wire. It ends
+// the sandbox.
 func answersWired(t *testing.T, what string, sb engine.Sandbox) {
 	t.Helper()
 	if st, err := sb.Agent().Run(t.Context(), guestrpc.ExecRequest{Argv: []string{"true"}}, nil, nil, nil); err != nil || st.Code != 0 {

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// get fetches a URL inside of a sandbox, and prints what came or why nothing did.
+// get fetches a URL in a sandbox, and prints the answer or the error.
 const get = `
 import sys, urllib.request
 try:
@@ -16,18 +16,19 @@ except Exception as e:
     print("failed:", e)
 `
 
-// hello says what it was asked for.
+// hello answers with the host and the protocol of the request.
 var hello = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 	_, _ = io.WriteString(w, "hello from "+r.Host+" by "+r.Proto)
 })
 
-// request makes an HTTP request for a host in an image without Python.
+// request returns a script that makes an HTTP request for a host, for an image
+// without Python.
 func request(address string, port int, host string) string {
 	return fmt.Sprintf(`printf 'GET / HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n' | nc -w 60 %s %d`, host, address, port)
 }
 
 // TestPolicy: a sandbox reaches the names that its policy allows, and nothing else. Its
-// image is small, so that it is a short test in an emulated machine, too.
+// image is small, so the test is short in an emulated machine, too.
 func TestPolicy(t *testing.T) {
 	s := newSite(t)
 	s.Name("allowed.example.org", 60, "25.1.113.10")
@@ -37,7 +38,7 @@ func TestPolicy(t *testing.T) {
 	s.pool(t, "demo", 1, "networkPolicy: {egress: deny, allow: [allowed.example.org:80]}")
 	s.claim(t, "demo", "a")
 	for _, c := range []struct{ script, want string }{
-		// Before the name was resolved, its address is one like any other.
+		// Before the name was resolved, its address is not allowed.
 		{request("25.1.113.10", 80, "allowed.example.org"), "Connection refused"},
 		{"nslookup allowed.example.org", "Address: 25.1.113.10\n"},
 		{request("25.1.113.10", 80, "allowed.example.org"), "hello from allowed.example.org"},

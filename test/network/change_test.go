@@ -10,7 +10,7 @@ import (
 	"agentrun.dev/internal/client"
 )
 
-// entry waits until the log of a sandbox's network has an entry of some kind.
+// entry waits for a matching entry in the log of a sandbox's network.
 func (s *site) entry(t *testing.T, sandbox string, matches func(rest.NetworkLogEntry) bool) rest.NetworkLogEntry {
 	t.Helper()
 	from := int64(1)
@@ -31,7 +31,8 @@ func (s *site) entry(t *testing.T, sandbox string, matches func(rest.NetworkLogE
 	}
 }
 
-// received waits until so many bytes have come on an open connection of a sandbox.
+// received waits until that many bytes have arrived on an open connection of a
+// sandbox.
 func (s *site) received(t *testing.T, sandbox, name string, bytes int64) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); ; {
@@ -48,7 +49,7 @@ func (s *site) received(t *testing.T, sandbox, name string, bytes int64) {
 	}
 }
 
-// TestChange: what a sandbox may connect to changes while it runs, within its bounds.
+// TestChange: the network policy of a running sandbox changes, within its bounds.
 func TestChange(t *testing.T) {
 	s := newSite(t)
 	s.importImage(t, "demo:1", "python.sh")
@@ -98,7 +99,8 @@ func TestChange(t *testing.T) {
 		reaches(t, "wide-1", "more.example.org", false)
 		s.fork(t, "a", "narrow", 1, &rest.NetworkPolicy{Allow: rest.NetworkRules{"source.example.org"}})
 		reaches(t, "narrow-1", "www.example.org", false)
-		// What holds for a source bounds its children, also when they ask for more.
+		// The bounds of a source also bound its children, even if they request
+		// more.
 		s.fork(t, "narrow-1", "again", 1, nil)
 		reaches(t, "again-1", "www.example.org", false)
 		if _, err := s.client.SetNetworkPolicy(t.Context(), "again-1", rest.NetworkPolicy{Egress: rest.NetworkPolicyEgressAllow, Allow: rest.NetworkRules{"www.example.org"}}); err != nil {

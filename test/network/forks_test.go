@@ -16,16 +16,16 @@ import (
 	"agentrun.dev/test/soak"
 )
 
-// source sends the same bytes to everyone who connects: half of them at once, the
-// other half after release.
+// source sends the same bytes to every client: half of them at once, the other
+// half after release.
 type source struct {
 	bytes    []byte
-	half     chan struct{} // gets a value when somebody has got half
+	half     chan struct{} // gets a value when a client has got half
 	released chan struct{}
 	release  func()
 }
 
-// newSource serves on an address of the world.
+// newSource starts a source on an address of the world.
 func (s *site) newSource(t *testing.T, address string, size int) *source {
 	t.Helper()
 	src := &source{bytes: make([]byte, size), half: make(chan struct{}, 1024), released: make(chan struct{})}
@@ -59,18 +59,17 @@ func (s *source) send(c net.Conn) {
 		return
 	}
 	_ = c.(*net.TCPConn).CloseWrite()
-	_, _ = io.Copy(io.Discard, c) // until the other side has all of it
+	_, _ = io.Copy(io.Discard, c) // until the other side has read everything
 }
 
-// whole is what a reader says that has got all bytes.
+// whole is the report of a reader that has got all bytes.
 func (s *source) whole() string {
 	sum := sha256.Sum256(s.bytes)
 	return fmt.Sprintf("whole %d %s", len(s.bytes), hex.EncodeToString(sum[:]))
 }
 
-// readOnly connects to an address and only reads, in the background. Whoever connects
-// to the port of the sandbox that it listens on is told, when it has ended, how and
-// when.
+// readOnly connects to an address and only reads, in the background. When the
+// connection has ended, it tells every client of its results port how and when.
 const readOnly = `
 import errno, hashlib, os, socket, sys, threading, time
 name, port, results = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -108,24 +107,24 @@ while True:
     threading.Thread(target=answer, args=(c,), daemon=True).start()
 `
 
-// reads starts a readOnly, and returns when the source has sent it half of its bytes.
+// reads starts a readOnly, and returns when the source has sent half of its bytes.
 func (s *site) reads(t *testing.T, sandbox string, from *source, port, results string) {
 	t.Helper()
 	r := s.run(t, sandbox, "python3", "-c", readOnly, "source.example.org", port, results)
-	if r.ExitCode != 0 { // nothing would be sent
+	if r.ExitCode != 0 { // else the source would never send half
 		t.Fatalf("%s: connect to port %s of source.example.org: exit code %d\n%s", sandbox, port, r.ExitCode, r.Stderr)
 	}
 	<-from.half
 }
 
-// ask prints what a program on a port of the same sandbox says.
+// ask prints the answer of a program on a port of the same sandbox.
 const ask = `
 import socket, sys
 s = socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=120)
 print(s.makefile().read())
 `
 
-// outcome waits for the end of a readOnly, and says how and when it has ended.
+// outcome waits for the end of a readOnly, and returns how and when it ended.
 func (s *site) outcome(t *testing.T, sandbox, port string) (string, time.Time) {
 	t.Helper()
 	r := s.run(t, sandbox, "python3", "-c", ask, port)
@@ -137,9 +136,10 @@ func (s *site) outcome(t *testing.T, sandbox, port string) (string, time.Time) {
 	return how, time.UnixMicro(int64(seconds * 1e6))
 }
 
-// TestForks: connections stay with the sandbox that has opened them. Children of a
-// fork, and sandboxes that wake from hibernation, are told so, even if they only read;
-// listeners go on, and children open connections of their own. A pause ends nothing.
+// TestForks: connections stay with the sandbox that has opened them. In children of a
+// fork, and in sandboxes that wake from hibernation, they are reset, which even
+// programs that only read notice. Listeners continue, and children open their own
+// connections. A pause does not end connections.
 func TestForks(t *testing.T) {
 	s := newSite(t)
 	s.importImage(t, "demo:1", "python.sh")
@@ -162,7 +162,7 @@ func TestForks(t *testing.T) {
 		s.prints(t, child, "hello from www.example.org", "python3", "-c", get, "http://www.example.org/")
 	}
 	s.do(t, "a", client.Pause)
-	first.release() // what comes meanwhile waits
+	first.release() // the bytes wait during the pause
 	s.do(t, "a", client.Resume)
 	if how, _ := s.outcome(t, "a", "8001"); how != first.whole() {
 		t.Errorf("the source's transfer, after a fork and a pause: %s; want %s", how, first.whole())
@@ -179,12 +179,13 @@ func TestForks(t *testing.T) {
 	}
 	t.Logf("reset %v after waking had returned", when.Sub(woken))
 	s.prints(t, "a", "hello from www.example.org", "python3", "-c", get, "http://www.example.org/")
-	// A child's child, of a source that has slept.
+	// A child of a child, whose source has been hibernated.
 	s.fork(t, "f-1", "g", 1, nil)
 	s.prints(t, "g-1", "hello from www.example.org", "python3", "-c", get, "http://www.example.org/")
 }
 
-// holdOpen opens a connection, and prints what comes when everybody has one.
+// holdOpen opens a connection, and prints the line that the server sends when
+// all clients are connected.
 const holdOpen = `
 import socket
 s = socket.create_connection(("meet.example.org", 9000), timeout=300)
@@ -192,7 +193,7 @@ print(s.makefile().readline())
 `
 
 // TestManyForks: many forks of one sandbox, all with the same addresses, are connected
-// at once, each with its own connection.
+// at the same time, each by its own connection.
 func TestManyForks(t *testing.T) {
 	n := soak.Count(100, 10)
 	s := newSite(t)
@@ -217,7 +218,7 @@ func TestManyForks(t *testing.T) {
 		}
 		close(all)
 	}()
-	const batch = 20 // as many as a fork may have
+	const batch = 20 // the greatest number for one fork
 	children := []string{}
 	for len(children) < n {
 		name := fmt.Sprintf("f%d", len(children)/batch)

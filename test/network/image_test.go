@@ -18,14 +18,14 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 )
 
-// roots has the layers that scripts under guest/rootfs make. Each is made once for all
+// roots has the layers made by scripts under guest/rootfs. Each is made once for all
 // tests.
 var roots struct {
 	sync.Mutex
 	layers map[string]v1.Layer
 }
 
-// rootLayer is what a script makes, as a layer.
+// rootLayer returns the output of a script as a layer.
 func rootLayer(t *testing.T, script string) v1.Layer {
 	t.Helper()
 	roots.Lock()
@@ -41,11 +41,11 @@ func rootLayer(t *testing.T, script string) v1.Layer {
 	return l
 }
 
-// rootsFolder is the environment's name of a folder with archives of what scripts make:
-// in an emulated machine they take minutes.
+// rootsFolder names the environment variable for a folder with archives of the scripts'
+// output, because the scripts take minutes in an emulated machine.
 const rootsFolder = "AGENTRUN_TEST_ROOTS"
 
-// rootArchive is what a script makes, as a tar archive.
+// rootArchive returns the output of a script as a tar archive.
 func rootArchive(t *testing.T, script string) []byte {
 	t.Helper()
 	if folder := os.Getenv(rootsFolder); folder != "" {
@@ -66,7 +66,8 @@ func rootArchive(t *testing.T, script string) []byte {
 	return archive
 }
 
-// trustLayer has the certificates of a world where Debian's programs look for them.
+// trustLayer returns a layer with the certificates of the world, where Debian's
+// programs look for them.
 func (s *site) trustLayer(t *testing.T) v1.Layer {
 	t.Helper()
 	var archive bytes.Buffer
@@ -87,8 +88,8 @@ func (s *site) trustLayer(t *testing.T) v1.Layer {
 	return layerOf(t, archive.Bytes())
 }
 
-// layerOf makes a layer of a tar archive. To compress it takes longer than it saves,
-// and in an emulated machine far longer.
+// layerOf makes a layer of a tar archive. It is not compressed, because that takes
+// longer than it saves, far longer in an emulated machine.
 func layerOf(t *testing.T, archive []byte) v1.Layer {
 	t.Helper()
 	l, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(archive)), nil },
@@ -99,8 +100,8 @@ func layerOf(t *testing.T, archive []byte) v1.Layer {
 	return l
 }
 
-// importImage gives the daemon an image: what a script under guest/rootfs makes, with
-// trust in the world's servers.
+// importImage imports an image into the daemon: the output of a script under
+// guest/rootfs, with trust in the world's servers.
 func (s *site) importImage(t *testing.T, ref, script string) {
 	t.Helper()
 	img, err := mutate.AppendLayers(empty.Image, rootLayer(t, script), s.trustLayer(t))

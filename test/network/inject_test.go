@@ -17,7 +17,7 @@ import (
 	"agentrun.dev/internal/client"
 )
 
-// api plays the host that a secret is for: it notes the keys that it is shown.
+// api plays the host that a secret is for. It records the keys in its requests.
 type api struct {
 	mu   sync.Mutex // protects keys
 	keys []string   // "PROTOCOL Authorization"
@@ -30,7 +30,7 @@ func (a *api) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	_, _ = io.WriteString(w, "hello from "+r.Host)
 }
 
-// shown are the keys since the last time.
+// shown returns the keys since the last call.
 func (a *api) shown() []string {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -39,7 +39,7 @@ func (a *api) shown() []string {
 	return out
 }
 
-// askWithKey makes a request as a program does that was given a key.
+// askWithKey makes a request as a program with a key does.
 const askWithKey = `
 import os, sys, urllib.request
 r = urllib.request.Request(sys.argv[1], headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
@@ -49,7 +49,8 @@ except OSError as e:
     print("failed:", e, getattr(e, "read", lambda: b"")().decode())
 `
 
-// keeps makes a request on one connection for each line that it reads, and says what came.
+// keeps makes one request per line of its input, all on one connection, and prints the
+// answers.
 const keeps = `
 import http.client, os, sys
 c = http.client.HTTPSConnection("api.openai.com", timeout=60)
@@ -63,8 +64,9 @@ const (
 	newKey = "sk-new-canary-93027"
 )
 
-// TestInject: programs in a sandbox speak to an API with a key that they never see. The key
-// follows its secret, and goes along with forks, sleep, and deaths of daemon and netd.
+// TestInject: programs in a sandbox use an API with a key that they never see. The key
+// follows changes of its secret, and survives forks, hibernation, and the death of daemon
+// and netd.
 func TestInject(t *testing.T) {
 	s := newSite(t)
 	s.importImage(t, "demo:1", "programs.sh")
@@ -192,8 +194,8 @@ func (s *site) rotatesOnOneConnection(t *testing.T, openai *api) {
 	}
 }
 
-// seenWithoutKey looks for the keys wherever they do not belong, and for the traces that their
-// use has left.
+// seenWithoutKey searches for the keys in places that must not have them, and checks that
+// their use has left its traces.
 func (s *site) seenWithoutKey(t *testing.T) {
 	t.Helper()
 	places := map[string]string{
@@ -204,12 +206,12 @@ func (s *site) seenWithoutKey(t *testing.T) {
 		"the CA":                    s.must(t, "ca", "show", "--json"),
 	}
 	hasKey := func(path string, b []byte) bool {
-		// Images have programs that know these words.
+		// Programs in images contain these words as well.
 		ca := strings.Contains(path, "authorities") && bytes.Contains(b, []byte("PRIVATE KEY"))
 		return ca || bytes.Contains(b, []byte(oldKey)) || bytes.Contains(b, []byte(newKey))
 	}
 	err := filepath.WalkDir(s.state, func(path string, d fs.DirEntry, err error) error {
-		if err == nil && d.Type().IsRegular() { // what ends meanwhile has no files any more
+		if err == nil && d.Type().IsRegular() { // a file may vanish meanwhile
 			if b, err := os.ReadFile(path); err == nil && hasKey(path, b) {
 				t.Errorf("a key is in %s", path)
 			}
@@ -251,6 +253,6 @@ func (s *site) awaitRevision(t *testing.T) {
 		if time.Now().After(deadline) {
 			t.Fatalf("the pool is %+v", p)
 		}
-		time.Sleep(50 * time.Millisecond) // REST tells of no pool's changes
+		time.Sleep(50 * time.Millisecond) // REST has no event for it
 	}
 }

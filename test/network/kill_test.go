@@ -25,9 +25,17 @@ type netd struct {
 }
 
 // netd finds the running one.
-func (s *site) netd(t *testing.T) netd {
+func (s *site) netd(t *testing.T) netd { return s.netdOf(t, "default") }
+
+// netdRecord is where the daemon has written down the netd of a namespace.
+func (s *site) netdRecord(namespace string) string {
+	return filepath.Join(s.state, "forkd", "netd", namespace, "process.json")
+}
+
+// netdOf finds that of a namespace.
+func (s *site) netdOf(t *testing.T, namespace string) netd {
 	t.Helper()
-	b, err := os.ReadFile(filepath.Join(s.state, "forkd", "netd", "default", "process.json"))
+	b, err := os.ReadFile(s.netdRecord(namespace))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -170,19 +178,46 @@ func (s *site) awaitTransfers(t *testing.T, sandbox string, more int) {
 	}
 }
 
-// descriptors is how many files a process has open.
-func descriptors(t *testing.T, pid int) int {
+// descriptors is how many files the daemon has open.
+func (s *site) descriptors(t testing.TB) int {
 	t.Helper()
-	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", s.daemon.PID()))
 	if err != nil {
 		t.Fatal(err)
 	}
 	return len(entries)
 }
 
+// least is how many of something the daemon has, those aside that come and go.
+func (s *site) least(t *testing.T, count func(testing.TB) int) int {
+	t.Helper()
+	n := count(t)
+	for range 50 {
+		time.Sleep(10 * time.Millisecond) // nothing tells of their ends
+		n = min(n, count(t))
+	}
+	return n
+}
+
+// settles waits until the daemon has no more of something than at most.
+func (s *site) settles(t *testing.T, what string, most int, count func(testing.TB) int) {
+	t.Helper()
+	for deadline := time.Now().Add(patience); ; {
+		n := count(t)
+		if n <= most {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Errorf("the daemon has %d %s; at most %d are what it had after the first kill", n, what, most)
+			return
+		}
+		time.Sleep(10 * time.Millisecond) // nothing tells of them
+	}
+}
+
 // connectedSite has two sandboxes, a and b, which transfer all the time, and a server
-// of pages.
-func connectedSite(t *testing.T) *site {
+// of pages. First is done before there are sandboxes.
+func connectedSite(t *testing.T, first ...func(*site)) *site {
 	t.Helper()
 	s := newSite(t)
 	s.importImage(t, "demo:1", "python.sh")
@@ -195,6 +230,9 @@ func connectedSite(t *testing.T) *site {
 		for range src.half { // nobody waits for it
 		}
 	}()
+	for _, do := range first {
+		do(s)
+	}
 	s.pool(t, "demo", 1, "networkPolicy: {egress: deny, allow: [source.example.org, www.example.org]}")
 	s.claim(t, "demo", "a")
 	s.prints(t, "a", "", "python3", "-c", transfers, src.whole())
@@ -204,11 +242,30 @@ func connectedSite(t *testing.T) *site {
 	return s
 }
 
+// lastEnds has a namespace with one sandbox, which uses its network and is ended, and returns
+// the namespace's netd. That has a minute to go.
+func (s *site) lastEnds(t *testing.T, namespace string) netd {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "objects.yaml")
+	if err := os.WriteFile(path, []byte(poolOf("demo", 1, "networkPolicy: {allow: [www.example.org]}", s.memory)+"\n---\n"+claimOf("demo", "last")), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s.must(t, "apply", "-n", namespace, "-f", path)
+	s.must(t, "exec", "-n", namespace, "last", "--", "python3", "-c", await, "http://www.example.org/")
+	n := s.netdOf(t, namespace)
+	s.must(t, "kill", "-n", namespace, "last")
+	return n
+}
+
 // TestNetdKilled: a netd that is killed is replaced. Connections that it served break,
-// new ones work, and nothing of it is left.
+// new ones work, and nothing of it is left: of the process, and in the daemon. One whose
+// namespace has no sandboxes any more ends, and leaves nothing either.
 func TestNetdKilled(t *testing.T) {
-	s := connectedSite(t)
+	var unneeded netd
+	s := connectedSite(t, func(s *site) { unneeded = s.lastEnds(t, "other") })
+	kills := 0
 	kill := func() {
+		kills++
 		before := s.netd(t)
 		if err := syscall.Kill(before.pid, syscall.SIGKILL); err != nil {
 			t.Fatal(err)
@@ -228,8 +285,12 @@ func TestNetdKilled(t *testing.T) {
 		before.gone(t, after)
 	}
 	kill()
+	unneeded.gone(t, s.netd(t))
+	if _, err := os.Stat(s.netdRecord("other")); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("what the daemon has written down of a netd that nobody needs: %v", err)
+	}
 	s.client.Close()
-	open := descriptors(t, s.daemon.PID())
+	open, goroutines := s.least(t, s.descriptors), s.least(t, s.daemon.Goroutines)
 	for range soak.Count(19, 2) {
 		kill()
 	}
@@ -241,15 +302,9 @@ func TestNetdKilled(t *testing.T) {
 		kill()
 	}
 	s.client.Close()
-	const few = 4 // connections that are being closed
-	deadline := time.Now().Add(patience)
-	for descriptors(t, s.daemon.PID()) > open+few {
-		if time.Now().After(deadline) {
-			t.Errorf("the daemon has %d files open; it had %d after the first kill", descriptors(t, s.daemon.PID()), open)
-			break
-		}
-		time.Sleep(10 * time.Millisecond) // nothing tells of them
-	}
+	// One that is left of each kill is too many.
+	s.settles(t, "files open", open+kills-2, s.descriptors)
+	s.settles(t, "goroutines", goroutines+kills-2, s.daemon.Goroutines)
 	if whole, broken, wrong := s.progress(t, "a"); wrong != "" || broken == 0 {
 		t.Errorf("%d transfers whole, %d broken, one wrong: %q; want that kills have broken some", whole, broken, wrong)
 	}

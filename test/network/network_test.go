@@ -119,7 +119,11 @@ func (s *site) buildLogs(t *testing.T) string {
 // fields of the template.
 func (s *site) pool(t *testing.T, name string, replicas int, fields string) {
 	t.Helper()
-	s.apply(t, fmt.Sprintf(`
+	s.apply(t, poolOf(name, replicas, fields, s.memory))
+}
+
+func poolOf(name string, replicas int, fields, memory string) string {
+	return fmt.Sprintf(`
 apiVersion: agentrun.dev/v1alpha1
 kind: SandboxTemplate
 metadata: {name: %[1]s}
@@ -132,14 +136,18 @@ apiVersion: agentrun.dev/v1alpha1
 kind: SandboxPool
 metadata: {name: %[1]s}
 spec: {templateRef: {name: %[1]s}, replicas: %[2]d}
-`, name, replicas, fields, s.memory))
+`, name, replicas, fields, memory)
 }
 
 // claim claims a sandbox of a pool. Fields are more fields of the claim.
 func (s *site) claim(t *testing.T, pool, name string, fields ...string) {
 	t.Helper()
-	s.apply(t, fmt.Sprintf("apiVersion: agentrun.dev/v1alpha1\nkind: SandboxClaim\nmetadata: {name: %s}\nspec:\n  poolRef: {name: %s}\n  %s\n",
-		name, pool, strings.Join(fields, "\n  ")))
+	s.apply(t, claimOf(pool, name, fields...))
+}
+
+func claimOf(pool, name string, fields ...string) string {
+	return fmt.Sprintf("apiVersion: agentrun.dev/v1alpha1\nkind: SandboxClaim\nmetadata: {name: %s}\nspec:\n  poolRef: {name: %s}\n  %s\n",
+		name, pool, strings.Join(fields, "\n  "))
 }
 
 // fork forks a sandbox; the children are NAME-1, NAME-2, ….

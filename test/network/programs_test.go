@@ -1,7 +1,10 @@
 package network
 
 import (
+	"maps"
 	"net/http"
+	"slices"
+	"sync"
 	"testing"
 
 	"agentrun.dev/test/network/world"
@@ -58,6 +61,29 @@ for i in range(50):
 print("kept alive")
 `
 
+// keepAliveByRequests does so with Python's requests, over one session.
+const keepAliveByRequests = `
+import requests, sys
+with requests.Session() as s:
+    for i in range(50):
+        r = s.post("https://%s/%d" % (sys.argv[1], i), data=b"x" * i, timeout=60)
+        assert r.status_code == 200 and r.text.startswith("hello from"), (i, r.status_code, r.text)
+print("kept alive by", requests.__name__, requests.__version__)
+`
+
+// clients are those that a server was asked by, with how often.
+type clients struct {
+	mu    sync.Mutex
+	asked map[string]int
+}
+
+func (c *clients) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	c.mu.Lock()
+	c.asked[r.RemoteAddr]++
+	c.mu.Unlock()
+	hello(w, r)
+}
+
 // TestPrograms: programs that agents use find what their policy allows them.
 func TestPrograms(t *testing.T) {
 	s := newSite(t)
@@ -71,6 +97,7 @@ func TestPrograms(t *testing.T) {
       - git.example.org:443
       - deb.example.org:80
       - www.example.org:443
+      - api.example.org:443
       - "*.six.example.org"
       - chat.example.org`)
 	s.claim(t, "demo", "a")
@@ -84,6 +111,17 @@ func TestPrograms(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) { s.prints(t, "a", c.want, "sh", "-c", c.script) })
 	}
 	t.Run("keep-alive", func(t *testing.T) { s.prints(t, "a", "kept alive", "python3", "-c", keepAlive, "www.example.org") })
+	t.Run("keep-alive by requests", func(t *testing.T) {
+		seen := &clients{asked: map[string]int{}}
+		s.Name("api.example.org", 60, "25.1.113.27")
+		s.ServeHTTPS(t, "25.1.113.27:443", seen, "api.example.org")
+		s.prints(t, "a", "kept alive by requests", "python3", "-c", keepAliveByRequests, "api.example.org")
+		seen.mu.Lock()
+		defer seen.mu.Unlock()
+		if len(seen.asked) != 1 || slices.Collect(maps.Values(seen.asked))[0] != 50 {
+			t.Errorf("the server has got these requests by connection: %v; want 50 over one", seen.asked)
+		}
+	})
 	for _, port := range []string{"80", "443"} {
 		t.Run("WebSocket on port "+port, func(t *testing.T) {
 			s.prints(t, "a", "HTTP/1.1 101 Switching Protocols\nechoed", "python3", "-c", speakWebSocket, "chat.example.org", port)

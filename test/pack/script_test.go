@@ -1,6 +1,6 @@
-// Package pack tests how snapshots travel through the agentrun command, with
-// scripts that read like the manual (testdata/*.txtar), on real sandboxes of the
-// engine that this machine has and with a registry on this machine.
+// Package pack tests how the agentrun command packs and unpacks snapshots, with
+// scripts that read like the manual (testdata/*.txtar). It uses real sandboxes
+// of this machine's engine, and a registry on this machine.
 package pack
 
 import (

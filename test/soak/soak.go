@@ -1,5 +1,5 @@
-// Package soak says how often tests do what shows more the more often it is done: a few
-// times in make test, often in make soak.
+// Package soak says how often tests repeat steps whose failures are rare: a few times
+// in make test, often in make soak.
 package soak
 
 import (
@@ -7,7 +7,7 @@ import (
 	"strconv"
 )
 
-// env is set in make soak. A number above 1 bounds counts.
+// env is set in make soak. A number above 1 bounds the counts.
 const env = "AGENTRUN_SOAK"
 
 // On reports whether this is make soak.

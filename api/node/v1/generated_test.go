@@ -21,16 +21,17 @@ import (
 
 var update = flag.Bool("update", false, "write what is generated")
 
-// plugins make Go of the description.
+// plugins generate Go code from the description.
 var plugins = []string{
 	"google.golang.org/protobuf/cmd/protoc-gen-go@v1.36.12",
 	"google.golang.org/grpc/cmd/protoc-gen-go-grpc@v1.6.2",
 }
 
-// name is that of the file in the registry of all files that are linked together.
+// name is the file's name in the registry of all linked files.
 const name = "agentrun/node/v1/node.proto"
 
-// compile is what protoc does: it reads node.proto and asks for code.
+// compile does the work of protoc: it reads node.proto and returns the request
+// for the plugins.
 func compile(t *testing.T) *pluginpb.CodeGeneratorRequest {
 	t.Helper()
 	c := protocompile.Compiler{
@@ -65,7 +66,8 @@ func compile(t *testing.T) *pluginpb.CodeGeneratorRequest {
 	return req
 }
 
-// TestGenerated: the code is what the plugins make of node.proto.
+// TestGenerated: the generated code is up to date with node.proto and the
+// plugins.
 func TestGenerated(t *testing.T) {
 	request, err := proto.Marshal(compile(t))
 	if err != nil {
@@ -97,8 +99,8 @@ func TestGenerated(t *testing.T) {
 	}
 }
 
-// TestDescription: every method has a request of its own, so that each can grow,
-// and every value of an enumeration carries its name.
+// TestDescription: every method has its own request type, so that each can grow,
+// and every value of an enumeration carries the enumeration's name.
 func TestDescription(t *testing.T) {
 	file := compile(t).ProtoFile
 	f := file[len(file)-1]

@@ -1953,8 +1953,10 @@ type Build struct {
 	Started  *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=started,proto3" json:"started,omitempty"`
 	Finished *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=finished,proto3" json:"finished,omitempty"`
 	// How often it was tried, and when it is tried again.
-	Attempts      uint32                 `protobuf:"varint,7,opt,name=attempts,proto3" json:"attempts,omitempty"`
-	Next          *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=next,proto3" json:"next,omitempty"`
+	Attempts uint32                 `protobuf:"varint,7,opt,name=attempts,proto3" json:"attempts,omitempty"`
+	Next     *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=next,proto3" json:"next,omitempty"`
+	// What problem leaves out of why a registry was not reached; for admins, empty for others.
+	Cause         string `protobuf:"bytes,9,opt,name=cause,proto3" json:"cause,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2043,6 +2045,13 @@ func (x *Build) GetNext() *timestamppb.Timestamp {
 		return x.Next
 	}
 	return nil
+}
+
+func (x *Build) GetCause() string {
+	if x != nil {
+		return x.Cause
+	}
+	return ""
 }
 
 type ApplyTemplateRequest struct {
@@ -6645,6 +6654,617 @@ func (x *SnapshotPart) GetContent() []byte {
 	return nil
 }
 
+type Image struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Digest string                 `protobuf:"bytes,1,opt,name=digest,proto3" json:"digest,omitempty"`
+	// The namespace's own and the published ones.
+	Names []string `protobuf:"bytes,2,rep,name=names,proto3" json:"names,omitempty"`
+	// All namespaces may use it.
+	Published bool   `protobuf:"varint,3,opt,name=published,proto3" json:"published,omitempty"`
+	Platform  string `protobuf:"bytes,4,opt,name=platform,proto3" json:"platform,omitempty"`
+	// Bytes that it takes on the node's disk.
+	Size          uint64                 `protobuf:"varint,5,opt,name=size,proto3" json:"size,omitempty"`
+	Stored        *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=stored,proto3" json:"stored,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Image) Reset() {
+	*x = Image{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[77]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Image) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Image) ProtoMessage() {}
+
+func (x *Image) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[77]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Image.ProtoReflect.Descriptor instead.
+func (*Image) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{77}
+}
+
+func (x *Image) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+func (x *Image) GetNames() []string {
+	if x != nil {
+		return x.Names
+	}
+	return nil
+}
+
+func (x *Image) GetPublished() bool {
+	if x != nil {
+		return x.Published
+	}
+	return false
+}
+
+func (x *Image) GetPlatform() string {
+	if x != nil {
+		return x.Platform
+	}
+	return ""
+}
+
+func (x *Image) GetSize() uint64 {
+	if x != nil {
+		return x.Size
+	}
+	return 0
+}
+
+func (x *Image) GetStored() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Stored
+	}
+	return nil
+}
+
+type ListImagesRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Limit         uint32                 `protobuf:"varint,2,opt,name=limit,proto3" json:"limit,omitempty"`
+	After         string                 `protobuf:"bytes,3,opt,name=after,proto3" json:"after,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListImagesRequest) Reset() {
+	*x = ListImagesRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[78]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListImagesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListImagesRequest) ProtoMessage() {}
+
+func (x *ListImagesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[78]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListImagesRequest.ProtoReflect.Descriptor instead.
+func (*ListImagesRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{78}
+}
+
+func (x *ListImagesRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *ListImagesRequest) GetLimit() uint32 {
+	if x != nil {
+		return x.Limit
+	}
+	return 0
+}
+
+func (x *ListImagesRequest) GetAfter() string {
+	if x != nil {
+		return x.After
+	}
+	return ""
+}
+
+type ListImagesResponse struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Images []*Image               `protobuf:"bytes,1,rep,name=images,proto3" json:"images,omitempty"`
+	// After of the next page; empty on the last.
+	Next          string `protobuf:"bytes,2,opt,name=next,proto3" json:"next,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListImagesResponse) Reset() {
+	*x = ListImagesResponse{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[79]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListImagesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListImagesResponse) ProtoMessage() {}
+
+func (x *ListImagesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[79]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListImagesResponse.ProtoReflect.Descriptor instead.
+func (*ListImagesResponse) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{79}
+}
+
+func (x *ListImagesResponse) GetImages() []*Image {
+	if x != nil {
+		return x.Images
+	}
+	return nil
+}
+
+func (x *ListImagesResponse) GetNext() string {
+	if x != nil {
+		return x.Next
+	}
+	return ""
+}
+
+type PublishImageRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// A name, or a digest.
+	Image string `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
+	// The namespace whose names are looked at before the published ones; empty is none.
+	FromNamespace string `protobuf:"bytes,2,opt,name=from_namespace,json=fromNamespace,proto3" json:"from_namespace,omitempty"`
+	// What it is published as; the name that it was found by otherwise.
+	Names         []string `protobuf:"bytes,3,rep,name=names,proto3" json:"names,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PublishImageRequest) Reset() {
+	*x = PublishImageRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[80]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PublishImageRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PublishImageRequest) ProtoMessage() {}
+
+func (x *PublishImageRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[80]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PublishImageRequest.ProtoReflect.Descriptor instead.
+func (*PublishImageRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{80}
+}
+
+func (x *PublishImageRequest) GetImage() string {
+	if x != nil {
+		return x.Image
+	}
+	return ""
+}
+
+func (x *PublishImageRequest) GetFromNamespace() string {
+	if x != nil {
+		return x.FromNamespace
+	}
+	return ""
+}
+
+func (x *PublishImageRequest) GetNames() []string {
+	if x != nil {
+		return x.Names
+	}
+	return nil
+}
+
+type UnpublishImageRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// A published name, or a digest.
+	Image         string `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UnpublishImageRequest) Reset() {
+	*x = UnpublishImageRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[81]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UnpublishImageRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UnpublishImageRequest) ProtoMessage() {}
+
+func (x *UnpublishImageRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[81]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UnpublishImageRequest.ProtoReflect.Descriptor instead.
+func (*UnpublishImageRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{81}
+}
+
+func (x *UnpublishImageRequest) GetImage() string {
+	if x != nil {
+		return x.Image
+	}
+	return ""
+}
+
+type RegistryLogin struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	// Its HOST or HOST:PORT.
+	Registry      string                 `protobuf:"bytes,2,opt,name=registry,proto3" json:"registry,omitempty"`
+	Username      string                 `protobuf:"bytes,3,opt,name=username,proto3" json:"username,omitempty"`
+	Changed       *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=changed,proto3" json:"changed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RegistryLogin) Reset() {
+	*x = RegistryLogin{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[82]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RegistryLogin) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RegistryLogin) ProtoMessage() {}
+
+func (x *RegistryLogin) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[82]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RegistryLogin.ProtoReflect.Descriptor instead.
+func (*RegistryLogin) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{82}
+}
+
+func (x *RegistryLogin) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *RegistryLogin) GetRegistry() string {
+	if x != nil {
+		return x.Registry
+	}
+	return ""
+}
+
+func (x *RegistryLogin) GetUsername() string {
+	if x != nil {
+		return x.Username
+	}
+	return ""
+}
+
+func (x *RegistryLogin) GetChanged() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Changed
+	}
+	return nil
+}
+
+type ListRegistryLoginsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Limit         uint32                 `protobuf:"varint,2,opt,name=limit,proto3" json:"limit,omitempty"`
+	After         string                 `protobuf:"bytes,3,opt,name=after,proto3" json:"after,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListRegistryLoginsRequest) Reset() {
+	*x = ListRegistryLoginsRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[83]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListRegistryLoginsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListRegistryLoginsRequest) ProtoMessage() {}
+
+func (x *ListRegistryLoginsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[83]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListRegistryLoginsRequest.ProtoReflect.Descriptor instead.
+func (*ListRegistryLoginsRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{83}
+}
+
+func (x *ListRegistryLoginsRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *ListRegistryLoginsRequest) GetLimit() uint32 {
+	if x != nil {
+		return x.Limit
+	}
+	return 0
+}
+
+func (x *ListRegistryLoginsRequest) GetAfter() string {
+	if x != nil {
+		return x.After
+	}
+	return ""
+}
+
+type ListRegistryLoginsResponse struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Logins []*RegistryLogin       `protobuf:"bytes,1,rep,name=logins,proto3" json:"logins,omitempty"`
+	// After of the next page; empty on the last.
+	Next          string `protobuf:"bytes,2,opt,name=next,proto3" json:"next,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListRegistryLoginsResponse) Reset() {
+	*x = ListRegistryLoginsResponse{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[84]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListRegistryLoginsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListRegistryLoginsResponse) ProtoMessage() {}
+
+func (x *ListRegistryLoginsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[84]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListRegistryLoginsResponse.ProtoReflect.Descriptor instead.
+func (*ListRegistryLoginsResponse) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{84}
+}
+
+func (x *ListRegistryLoginsResponse) GetLogins() []*RegistryLogin {
+	if x != nil {
+		return x.Logins
+	}
+	return nil
+}
+
+func (x *ListRegistryLoginsResponse) GetNext() string {
+	if x != nil {
+		return x.Next
+	}
+	return ""
+}
+
+type SetRegistryLoginRequest struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Registry  string                 `protobuf:"bytes,2,opt,name=registry,proto3" json:"registry,omitempty"`
+	Username  string                 `protobuf:"bytes,3,opt,name=username,proto3" json:"username,omitempty"`
+	// Or a token. It is sealed, and shown to nobody.
+	Password      string `protobuf:"bytes,4,opt,name=password,proto3" json:"password,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetRegistryLoginRequest) Reset() {
+	*x = SetRegistryLoginRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[85]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetRegistryLoginRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetRegistryLoginRequest) ProtoMessage() {}
+
+func (x *SetRegistryLoginRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[85]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetRegistryLoginRequest.ProtoReflect.Descriptor instead.
+func (*SetRegistryLoginRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{85}
+}
+
+func (x *SetRegistryLoginRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *SetRegistryLoginRequest) GetRegistry() string {
+	if x != nil {
+		return x.Registry
+	}
+	return ""
+}
+
+func (x *SetRegistryLoginRequest) GetUsername() string {
+	if x != nil {
+		return x.Username
+	}
+	return ""
+}
+
+func (x *SetRegistryLoginRequest) GetPassword() string {
+	if x != nil {
+		return x.Password
+	}
+	return ""
+}
+
+type DeleteRegistryLoginRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	Registry      string                 `protobuf:"bytes,2,opt,name=registry,proto3" json:"registry,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteRegistryLoginRequest) Reset() {
+	*x = DeleteRegistryLoginRequest{}
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[86]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteRegistryLoginRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteRegistryLoginRequest) ProtoMessage() {}
+
+func (x *DeleteRegistryLoginRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentrun_node_v1_node_proto_msgTypes[86]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteRegistryLoginRequest.ProtoReflect.Descriptor instead.
+func (*DeleteRegistryLoginRequest) Descriptor() ([]byte, []int) {
+	return file_agentrun_node_v1_node_proto_rawDescGZIP(), []int{86}
+}
+
+func (x *DeleteRegistryLoginRequest) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *DeleteRegistryLoginRequest) GetRegistry() string {
+	if x != nil {
+		return x.Registry
+	}
+	return ""
+}
+
 var File_agentrun_node_v1_node_proto protoreflect.FileDescriptor
 
 const file_agentrun_node_v1_node_proto_rawDesc = "" +
@@ -6781,7 +7401,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x06builds\x18\b \x03(\v2\x17.agentrun.node.v1.BuildR\x06builds\x12)\n" +
 	"\x10resource_version\x18\t \x01(\x04R\x0fresourceVersion\x12\x14\n" +
 	"\x05owner\x18\n" +
-	" \x01(\tR\x05owner\"\xcf\x02\n" +
+	" \x01(\tR\x05owner\"\xe5\x02\n" +
 	"\x05Build\x12-\n" +
 	"\x05stage\x18\x01 \x01(\x0e2\x17.agentrun.node.v1.StageR\x05stage\x12-\n" +
 	"\x05phase\x18\x02 \x01(\x0e2\x17.agentrun.node.v1.PhaseR\x05phase\x12\x18\n" +
@@ -6790,7 +7410,8 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\astarted\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\astarted\x126\n" +
 	"\bfinished\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\bfinished\x12\x1a\n" +
 	"\battempts\x18\a \x01(\rR\battempts\x12.\n" +
-	"\x04next\x18\b \x01(\v2\x1a.google.protobuf.TimestampR\x04next\"\x92\x01\n" +
+	"\x04next\x18\b \x01(\v2\x1a.google.protobuf.TimestampR\x04next\x12\x14\n" +
+	"\x05cause\x18\t \x01(\tR\x05cause\"\x92\x01\n" +
 	"\x14ApplyTemplateRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x122\n" +
@@ -7184,7 +7805,47 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x05parts\x18\x03 \x03(\rR\x05parts\"@\n" +
 	"\fSnapshotPart\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\rR\x06number\x12\x18\n" +
-	"\acontent\x18\x02 \x01(\fR\acontent*h\n" +
+	"\acontent\x18\x02 \x01(\fR\acontent\"\xb7\x01\n" +
+	"\x05Image\x12\x16\n" +
+	"\x06digest\x18\x01 \x01(\tR\x06digest\x12\x14\n" +
+	"\x05names\x18\x02 \x03(\tR\x05names\x12\x1c\n" +
+	"\tpublished\x18\x03 \x01(\bR\tpublished\x12\x1a\n" +
+	"\bplatform\x18\x04 \x01(\tR\bplatform\x12\x12\n" +
+	"\x04size\x18\x05 \x01(\x04R\x04size\x122\n" +
+	"\x06stored\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\x06stored\"]\n" +
+	"\x11ListImagesRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
+	"\x05limit\x18\x02 \x01(\rR\x05limit\x12\x14\n" +
+	"\x05after\x18\x03 \x01(\tR\x05after\"Y\n" +
+	"\x12ListImagesResponse\x12/\n" +
+	"\x06images\x18\x01 \x03(\v2\x17.agentrun.node.v1.ImageR\x06images\x12\x12\n" +
+	"\x04next\x18\x02 \x01(\tR\x04next\"h\n" +
+	"\x13PublishImageRequest\x12\x14\n" +
+	"\x05image\x18\x01 \x01(\tR\x05image\x12%\n" +
+	"\x0efrom_namespace\x18\x02 \x01(\tR\rfromNamespace\x12\x14\n" +
+	"\x05names\x18\x03 \x03(\tR\x05names\"-\n" +
+	"\x15UnpublishImageRequest\x12\x14\n" +
+	"\x05image\x18\x01 \x01(\tR\x05image\"\x9b\x01\n" +
+	"\rRegistryLogin\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x1a\n" +
+	"\bregistry\x18\x02 \x01(\tR\bregistry\x12\x1a\n" +
+	"\busername\x18\x03 \x01(\tR\busername\x124\n" +
+	"\achanged\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\achanged\"e\n" +
+	"\x19ListRegistryLoginsRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
+	"\x05limit\x18\x02 \x01(\rR\x05limit\x12\x14\n" +
+	"\x05after\x18\x03 \x01(\tR\x05after\"i\n" +
+	"\x1aListRegistryLoginsResponse\x127\n" +
+	"\x06logins\x18\x01 \x03(\v2\x1f.agentrun.node.v1.RegistryLoginR\x06logins\x12\x12\n" +
+	"\x04next\x18\x02 \x01(\tR\x04next\"\x90\x01\n" +
+	"\x17SetRegistryLoginRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x1a\n" +
+	"\bregistry\x18\x02 \x01(\tR\bregistry\x12\x1a\n" +
+	"\busername\x18\x03 \x01(\tR\busername\x12\x1f\n" +
+	"\bpassword\x18\x04 \x01(\tB\x03\x80\x01\x01R\bpassword\"V\n" +
+	"\x1aDeleteRegistryLoginRequest\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x1a\n" +
+	"\bregistry\x18\x02 \x01(\tR\bregistry*h\n" +
 	"\x05Phase\x12\x15\n" +
 	"\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n" +
 	"\rPHASE_PENDING\x10\x01\x12\x12\n" +
@@ -7227,7 +7888,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x10OBJECT_KIND_POOL\x10\x03\x12\x17\n" +
 	"\x13OBJECT_KIND_SANDBOX\x10\x04\x12\x14\n" +
 	"\x10OBJECT_KIND_FORK\x10\x05\x12\x1a\n" +
-	"\x16OBJECT_KIND_CHECKPOINT\x10\x062\x85\x1c\n" +
+	"\x16OBJECT_KIND_CHECKPOINT\x10\x062\xaf \n" +
 	"\x04Node\x12I\n" +
 	"\aGetNode\x12 .agentrun.node.v1.GetNodeRequest\x1a\x1c.agentrun.node.v1.NodeStatus\x12G\n" +
 	"\x05Watch\x12\x1e.agentrun.node.v1.WatchRequest\x1a\x1c.agentrun.node.v1.WatchEvent0\x01\x12O\n" +
@@ -7274,7 +7935,14 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\x10GetSnapshotOffer\x12).agentrun.node.v1.GetSnapshotOfferRequest\x1a\x1f.agentrun.node.v1.SnapshotOffer\x12S\n" +
 	"\rFetchSnapshot\x12&.agentrun.node.v1.FetchSnapshotRequest\x1a\x1a.agentrun.node.v1.Template\x12^\n" +
 	"\x10GetSnapshotParts\x12).agentrun.node.v1.GetSnapshotPartsRequest\x1a\x1f.agentrun.node.v1.SnapshotParts\x12W\n" +
-	"\fReadSnapshot\x12%.agentrun.node.v1.ReadSnapshotRequest\x1a\x1e.agentrun.node.v1.SnapshotPart0\x01B!Z\x1fagentrun.dev/api/node/v1;nodev1b\x06proto3"
+	"\fReadSnapshot\x12%.agentrun.node.v1.ReadSnapshotRequest\x1a\x1e.agentrun.node.v1.SnapshotPart0\x01\x12W\n" +
+	"\n" +
+	"ListImages\x12#.agentrun.node.v1.ListImagesRequest\x1a$.agentrun.node.v1.ListImagesResponse\x12N\n" +
+	"\fPublishImage\x12%.agentrun.node.v1.PublishImageRequest\x1a\x17.agentrun.node.v1.Image\x12Q\n" +
+	"\x0eUnpublishImage\x12'.agentrun.node.v1.UnpublishImageRequest\x1a\x16.google.protobuf.Empty\x12o\n" +
+	"\x12ListRegistryLogins\x12+.agentrun.node.v1.ListRegistryLoginsRequest\x1a,.agentrun.node.v1.ListRegistryLoginsResponse\x12^\n" +
+	"\x10SetRegistryLogin\x12).agentrun.node.v1.SetRegistryLoginRequest\x1a\x1f.agentrun.node.v1.RegistryLogin\x12[\n" +
+	"\x13DeleteRegistryLogin\x12,.agentrun.node.v1.DeleteRegistryLoginRequest\x1a\x16.google.protobuf.EmptyB!Z\x1fagentrun.dev/api/node/v1;nodev1b\x06proto3"
 
 var (
 	file_agentrun_node_v1_node_proto_rawDescOnce sync.Once
@@ -7289,108 +7957,118 @@ func file_agentrun_node_v1_node_proto_rawDescGZIP() []byte {
 }
 
 var file_agentrun_node_v1_node_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
-var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 84)
+var file_agentrun_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 94)
 var file_agentrun_node_v1_node_proto_goTypes = []any{
-	(Phase)(0),                       // 0: agentrun.node.v1.Phase
-	(Stage)(0),                       // 1: agentrun.node.v1.Stage
-	(SandboxState)(0),                // 2: agentrun.node.v1.SandboxState
-	(EndReason)(0),                   // 3: agentrun.node.v1.EndReason
-	(TimeoutAction)(0),               // 4: agentrun.node.v1.TimeoutAction
-	(ObjectKind)(0),                  // 5: agentrun.node.v1.ObjectKind
-	(WatchEvent_Type)(0),             // 6: agentrun.node.v1.WatchEvent.Type
-	(*Error)(nil),                    // 7: agentrun.node.v1.Error
-	(*GetNodeRequest)(nil),           // 8: agentrun.node.v1.GetNodeRequest
-	(*NodeStatus)(nil),               // 9: agentrun.node.v1.NodeStatus
-	(*NodeSnapshot)(nil),             // 10: agentrun.node.v1.NodeSnapshot
-	(*Cordon)(nil),                   // 11: agentrun.node.v1.Cordon
-	(*DrainProblem)(nil),             // 12: agentrun.node.v1.DrainProblem
-	(*Precondition)(nil),             // 13: agentrun.node.v1.Precondition
-	(*CordonNodeRequest)(nil),        // 14: agentrun.node.v1.CordonNodeRequest
-	(*DrainNodeRequest)(nil),         // 15: agentrun.node.v1.DrainNodeRequest
-	(*UncordonNodeRequest)(nil),      // 16: agentrun.node.v1.UncordonNodeRequest
-	(*WatchRequest)(nil),             // 17: agentrun.node.v1.WatchRequest
-	(*WatchEvent)(nil),               // 18: agentrun.node.v1.WatchEvent
-	(*TemplateSpec)(nil),             // 19: agentrun.node.v1.TemplateSpec
-	(*NetworkPolicy)(nil),            // 20: agentrun.node.v1.NetworkPolicy
-	(*ReadyCheck)(nil),               // 21: agentrun.node.v1.ReadyCheck
-	(*Program)(nil),                  // 22: agentrun.node.v1.Program
-	(*Template)(nil),                 // 23: agentrun.node.v1.Template
-	(*Build)(nil),                    // 24: agentrun.node.v1.Build
-	(*ApplyTemplateRequest)(nil),     // 25: agentrun.node.v1.ApplyTemplateRequest
-	(*GetTemplateRequest)(nil),       // 26: agentrun.node.v1.GetTemplateRequest
-	(*ListTemplatesRequest)(nil),     // 27: agentrun.node.v1.ListTemplatesRequest
-	(*ListTemplatesResponse)(nil),    // 28: agentrun.node.v1.ListTemplatesResponse
-	(*DeleteTemplateRequest)(nil),    // 29: agentrun.node.v1.DeleteTemplateRequest
-	(*PoolSpec)(nil),                 // 30: agentrun.node.v1.PoolSpec
-	(*Pool)(nil),                     // 31: agentrun.node.v1.Pool
-	(*ApplyPoolRequest)(nil),         // 32: agentrun.node.v1.ApplyPoolRequest
-	(*GetPoolRequest)(nil),           // 33: agentrun.node.v1.GetPoolRequest
-	(*ListPoolsRequest)(nil),         // 34: agentrun.node.v1.ListPoolsRequest
-	(*ListPoolsResponse)(nil),        // 35: agentrun.node.v1.ListPoolsResponse
-	(*DeletePoolRequest)(nil),        // 36: agentrun.node.v1.DeletePoolRequest
-	(*Lifetime)(nil),                 // 37: agentrun.node.v1.Lifetime
-	(*Sandbox)(nil),                  // 38: agentrun.node.v1.Sandbox
-	(*ClaimSandboxRequest)(nil),      // 39: agentrun.node.v1.ClaimSandboxRequest
-	(*GetSandboxRequest)(nil),        // 40: agentrun.node.v1.GetSandboxRequest
-	(*ListSandboxesRequest)(nil),     // 41: agentrun.node.v1.ListSandboxesRequest
-	(*ListSandboxesResponse)(nil),    // 42: agentrun.node.v1.ListSandboxesResponse
-	(*PauseSandboxRequest)(nil),      // 43: agentrun.node.v1.PauseSandboxRequest
-	(*ResumeSandboxRequest)(nil),     // 44: agentrun.node.v1.ResumeSandboxRequest
-	(*HibernateSandboxRequest)(nil),  // 45: agentrun.node.v1.HibernateSandboxRequest
-	(*ExtendSandboxRequest)(nil),     // 46: agentrun.node.v1.ExtendSandboxRequest
-	(*KillSandboxRequest)(nil),       // 47: agentrun.node.v1.KillSandboxRequest
-	(*SetSandboxTokenRequest)(nil),   // 48: agentrun.node.v1.SetSandboxTokenRequest
-	(*ReleaseOwnerRequest)(nil),      // 49: agentrun.node.v1.ReleaseOwnerRequest
-	(*GetSandboxStatsRequest)(nil),   // 50: agentrun.node.v1.GetSandboxStatsRequest
-	(*SandboxStats)(nil),             // 51: agentrun.node.v1.SandboxStats
-	(*ListSandboxStatsRequest)(nil),  // 52: agentrun.node.v1.ListSandboxStatsRequest
-	(*ListSandboxStatsResponse)(nil), // 53: agentrun.node.v1.ListSandboxStatsResponse
-	(*SetNetworkPolicyRequest)(nil),  // 54: agentrun.node.v1.SetNetworkPolicyRequest
-	(*GetNetworkLogRequest)(nil),     // 55: agentrun.node.v1.GetNetworkLogRequest
-	(*NetworkLog)(nil),               // 56: agentrun.node.v1.NetworkLog
-	(*NetworkLogEntry)(nil),          // 57: agentrun.node.v1.NetworkLogEntry
-	(*ForkSandboxRequest)(nil),       // 58: agentrun.node.v1.ForkSandboxRequest
-	(*ForkChild)(nil),                // 59: agentrun.node.v1.ForkChild
-	(*Fork)(nil),                     // 60: agentrun.node.v1.Fork
-	(*ForkOutcome)(nil),              // 61: agentrun.node.v1.ForkOutcome
-	(*GetForkRequest)(nil),           // 62: agentrun.node.v1.GetForkRequest
-	(*ListForksRequest)(nil),         // 63: agentrun.node.v1.ListForksRequest
-	(*ListForksResponse)(nil),        // 64: agentrun.node.v1.ListForksResponse
-	(*DeleteForkRequest)(nil),        // 65: agentrun.node.v1.DeleteForkRequest
-	(*Checkpoint)(nil),               // 66: agentrun.node.v1.Checkpoint
-	(*CheckpointSandboxRequest)(nil), // 67: agentrun.node.v1.CheckpointSandboxRequest
-	(*GetCheckpointRequest)(nil),     // 68: agentrun.node.v1.GetCheckpointRequest
-	(*ListCheckpointsRequest)(nil),   // 69: agentrun.node.v1.ListCheckpointsRequest
-	(*ListCheckpointsResponse)(nil),  // 70: agentrun.node.v1.ListCheckpointsResponse
-	(*DeleteCheckpointRequest)(nil),  // 71: agentrun.node.v1.DeleteCheckpointRequest
-	(*RestoreCheckpointRequest)(nil), // 72: agentrun.node.v1.RestoreCheckpointRequest
-	(*NamespaceCA)(nil),              // 73: agentrun.node.v1.NamespaceCA
-	(*GetNamespaceCARequest)(nil),    // 74: agentrun.node.v1.GetNamespaceCARequest
-	(*SetNamespaceCARequest)(nil),    // 75: agentrun.node.v1.SetNamespaceCARequest
-	(*GetSnapshotOfferRequest)(nil),  // 76: agentrun.node.v1.GetSnapshotOfferRequest
-	(*SnapshotOffer)(nil),            // 77: agentrun.node.v1.SnapshotOffer
-	(*FetchSnapshotRequest)(nil),     // 78: agentrun.node.v1.FetchSnapshotRequest
-	(*SnapshotPeer)(nil),             // 79: agentrun.node.v1.SnapshotPeer
-	(*GetSnapshotPartsRequest)(nil),  // 80: agentrun.node.v1.GetSnapshotPartsRequest
-	(*SnapshotParts)(nil),            // 81: agentrun.node.v1.SnapshotParts
-	(*ReadSnapshotRequest)(nil),      // 82: agentrun.node.v1.ReadSnapshotRequest
-	(*SnapshotPart)(nil),             // 83: agentrun.node.v1.SnapshotPart
-	nil,                              // 84: agentrun.node.v1.TemplateSpec.EnvEntry
-	nil,                              // 85: agentrun.node.v1.Sandbox.MetadataEntry
-	nil,                              // 86: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	nil,                              // 87: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
-	nil,                              // 88: agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
-	nil,                              // 89: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	nil,                              // 90: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
-	(*timestamppb.Timestamp)(nil),    // 91: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),      // 92: google.protobuf.Duration
-	(*emptypb.Empty)(nil),            // 93: google.protobuf.Empty
+	(Phase)(0),                         // 0: agentrun.node.v1.Phase
+	(Stage)(0),                         // 1: agentrun.node.v1.Stage
+	(SandboxState)(0),                  // 2: agentrun.node.v1.SandboxState
+	(EndReason)(0),                     // 3: agentrun.node.v1.EndReason
+	(TimeoutAction)(0),                 // 4: agentrun.node.v1.TimeoutAction
+	(ObjectKind)(0),                    // 5: agentrun.node.v1.ObjectKind
+	(WatchEvent_Type)(0),               // 6: agentrun.node.v1.WatchEvent.Type
+	(*Error)(nil),                      // 7: agentrun.node.v1.Error
+	(*GetNodeRequest)(nil),             // 8: agentrun.node.v1.GetNodeRequest
+	(*NodeStatus)(nil),                 // 9: agentrun.node.v1.NodeStatus
+	(*NodeSnapshot)(nil),               // 10: agentrun.node.v1.NodeSnapshot
+	(*Cordon)(nil),                     // 11: agentrun.node.v1.Cordon
+	(*DrainProblem)(nil),               // 12: agentrun.node.v1.DrainProblem
+	(*Precondition)(nil),               // 13: agentrun.node.v1.Precondition
+	(*CordonNodeRequest)(nil),          // 14: agentrun.node.v1.CordonNodeRequest
+	(*DrainNodeRequest)(nil),           // 15: agentrun.node.v1.DrainNodeRequest
+	(*UncordonNodeRequest)(nil),        // 16: agentrun.node.v1.UncordonNodeRequest
+	(*WatchRequest)(nil),               // 17: agentrun.node.v1.WatchRequest
+	(*WatchEvent)(nil),                 // 18: agentrun.node.v1.WatchEvent
+	(*TemplateSpec)(nil),               // 19: agentrun.node.v1.TemplateSpec
+	(*NetworkPolicy)(nil),              // 20: agentrun.node.v1.NetworkPolicy
+	(*ReadyCheck)(nil),                 // 21: agentrun.node.v1.ReadyCheck
+	(*Program)(nil),                    // 22: agentrun.node.v1.Program
+	(*Template)(nil),                   // 23: agentrun.node.v1.Template
+	(*Build)(nil),                      // 24: agentrun.node.v1.Build
+	(*ApplyTemplateRequest)(nil),       // 25: agentrun.node.v1.ApplyTemplateRequest
+	(*GetTemplateRequest)(nil),         // 26: agentrun.node.v1.GetTemplateRequest
+	(*ListTemplatesRequest)(nil),       // 27: agentrun.node.v1.ListTemplatesRequest
+	(*ListTemplatesResponse)(nil),      // 28: agentrun.node.v1.ListTemplatesResponse
+	(*DeleteTemplateRequest)(nil),      // 29: agentrun.node.v1.DeleteTemplateRequest
+	(*PoolSpec)(nil),                   // 30: agentrun.node.v1.PoolSpec
+	(*Pool)(nil),                       // 31: agentrun.node.v1.Pool
+	(*ApplyPoolRequest)(nil),           // 32: agentrun.node.v1.ApplyPoolRequest
+	(*GetPoolRequest)(nil),             // 33: agentrun.node.v1.GetPoolRequest
+	(*ListPoolsRequest)(nil),           // 34: agentrun.node.v1.ListPoolsRequest
+	(*ListPoolsResponse)(nil),          // 35: agentrun.node.v1.ListPoolsResponse
+	(*DeletePoolRequest)(nil),          // 36: agentrun.node.v1.DeletePoolRequest
+	(*Lifetime)(nil),                   // 37: agentrun.node.v1.Lifetime
+	(*Sandbox)(nil),                    // 38: agentrun.node.v1.Sandbox
+	(*ClaimSandboxRequest)(nil),        // 39: agentrun.node.v1.ClaimSandboxRequest
+	(*GetSandboxRequest)(nil),          // 40: agentrun.node.v1.GetSandboxRequest
+	(*ListSandboxesRequest)(nil),       // 41: agentrun.node.v1.ListSandboxesRequest
+	(*ListSandboxesResponse)(nil),      // 42: agentrun.node.v1.ListSandboxesResponse
+	(*PauseSandboxRequest)(nil),        // 43: agentrun.node.v1.PauseSandboxRequest
+	(*ResumeSandboxRequest)(nil),       // 44: agentrun.node.v1.ResumeSandboxRequest
+	(*HibernateSandboxRequest)(nil),    // 45: agentrun.node.v1.HibernateSandboxRequest
+	(*ExtendSandboxRequest)(nil),       // 46: agentrun.node.v1.ExtendSandboxRequest
+	(*KillSandboxRequest)(nil),         // 47: agentrun.node.v1.KillSandboxRequest
+	(*SetSandboxTokenRequest)(nil),     // 48: agentrun.node.v1.SetSandboxTokenRequest
+	(*ReleaseOwnerRequest)(nil),        // 49: agentrun.node.v1.ReleaseOwnerRequest
+	(*GetSandboxStatsRequest)(nil),     // 50: agentrun.node.v1.GetSandboxStatsRequest
+	(*SandboxStats)(nil),               // 51: agentrun.node.v1.SandboxStats
+	(*ListSandboxStatsRequest)(nil),    // 52: agentrun.node.v1.ListSandboxStatsRequest
+	(*ListSandboxStatsResponse)(nil),   // 53: agentrun.node.v1.ListSandboxStatsResponse
+	(*SetNetworkPolicyRequest)(nil),    // 54: agentrun.node.v1.SetNetworkPolicyRequest
+	(*GetNetworkLogRequest)(nil),       // 55: agentrun.node.v1.GetNetworkLogRequest
+	(*NetworkLog)(nil),                 // 56: agentrun.node.v1.NetworkLog
+	(*NetworkLogEntry)(nil),            // 57: agentrun.node.v1.NetworkLogEntry
+	(*ForkSandboxRequest)(nil),         // 58: agentrun.node.v1.ForkSandboxRequest
+	(*ForkChild)(nil),                  // 59: agentrun.node.v1.ForkChild
+	(*Fork)(nil),                       // 60: agentrun.node.v1.Fork
+	(*ForkOutcome)(nil),                // 61: agentrun.node.v1.ForkOutcome
+	(*GetForkRequest)(nil),             // 62: agentrun.node.v1.GetForkRequest
+	(*ListForksRequest)(nil),           // 63: agentrun.node.v1.ListForksRequest
+	(*ListForksResponse)(nil),          // 64: agentrun.node.v1.ListForksResponse
+	(*DeleteForkRequest)(nil),          // 65: agentrun.node.v1.DeleteForkRequest
+	(*Checkpoint)(nil),                 // 66: agentrun.node.v1.Checkpoint
+	(*CheckpointSandboxRequest)(nil),   // 67: agentrun.node.v1.CheckpointSandboxRequest
+	(*GetCheckpointRequest)(nil),       // 68: agentrun.node.v1.GetCheckpointRequest
+	(*ListCheckpointsRequest)(nil),     // 69: agentrun.node.v1.ListCheckpointsRequest
+	(*ListCheckpointsResponse)(nil),    // 70: agentrun.node.v1.ListCheckpointsResponse
+	(*DeleteCheckpointRequest)(nil),    // 71: agentrun.node.v1.DeleteCheckpointRequest
+	(*RestoreCheckpointRequest)(nil),   // 72: agentrun.node.v1.RestoreCheckpointRequest
+	(*NamespaceCA)(nil),                // 73: agentrun.node.v1.NamespaceCA
+	(*GetNamespaceCARequest)(nil),      // 74: agentrun.node.v1.GetNamespaceCARequest
+	(*SetNamespaceCARequest)(nil),      // 75: agentrun.node.v1.SetNamespaceCARequest
+	(*GetSnapshotOfferRequest)(nil),    // 76: agentrun.node.v1.GetSnapshotOfferRequest
+	(*SnapshotOffer)(nil),              // 77: agentrun.node.v1.SnapshotOffer
+	(*FetchSnapshotRequest)(nil),       // 78: agentrun.node.v1.FetchSnapshotRequest
+	(*SnapshotPeer)(nil),               // 79: agentrun.node.v1.SnapshotPeer
+	(*GetSnapshotPartsRequest)(nil),    // 80: agentrun.node.v1.GetSnapshotPartsRequest
+	(*SnapshotParts)(nil),              // 81: agentrun.node.v1.SnapshotParts
+	(*ReadSnapshotRequest)(nil),        // 82: agentrun.node.v1.ReadSnapshotRequest
+	(*SnapshotPart)(nil),               // 83: agentrun.node.v1.SnapshotPart
+	(*Image)(nil),                      // 84: agentrun.node.v1.Image
+	(*ListImagesRequest)(nil),          // 85: agentrun.node.v1.ListImagesRequest
+	(*ListImagesResponse)(nil),         // 86: agentrun.node.v1.ListImagesResponse
+	(*PublishImageRequest)(nil),        // 87: agentrun.node.v1.PublishImageRequest
+	(*UnpublishImageRequest)(nil),      // 88: agentrun.node.v1.UnpublishImageRequest
+	(*RegistryLogin)(nil),              // 89: agentrun.node.v1.RegistryLogin
+	(*ListRegistryLoginsRequest)(nil),  // 90: agentrun.node.v1.ListRegistryLoginsRequest
+	(*ListRegistryLoginsResponse)(nil), // 91: agentrun.node.v1.ListRegistryLoginsResponse
+	(*SetRegistryLoginRequest)(nil),    // 92: agentrun.node.v1.SetRegistryLoginRequest
+	(*DeleteRegistryLoginRequest)(nil), // 93: agentrun.node.v1.DeleteRegistryLoginRequest
+	nil,                                // 94: agentrun.node.v1.TemplateSpec.EnvEntry
+	nil,                                // 95: agentrun.node.v1.Sandbox.MetadataEntry
+	nil,                                // 96: agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	nil,                                // 97: agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	nil,                                // 98: agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
+	nil,                                // 99: agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	nil,                                // 100: agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	(*timestamppb.Timestamp)(nil),      // 101: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),        // 102: google.protobuf.Duration
+	(*emptypb.Empty)(nil),              // 103: google.protobuf.Empty
 }
 var file_agentrun_node_v1_node_proto_depIdxs = []int32{
 	10,  // 0: agentrun.node.v1.NodeStatus.snapshots:type_name -> agentrun.node.v1.NodeSnapshot
 	11,  // 1: agentrun.node.v1.NodeStatus.cordon:type_name -> agentrun.node.v1.Cordon
 	1,   // 2: agentrun.node.v1.NodeSnapshot.stage:type_name -> agentrun.node.v1.Stage
-	91,  // 3: agentrun.node.v1.Cordon.since:type_name -> google.protobuf.Timestamp
+	101, // 3: agentrun.node.v1.Cordon.since:type_name -> google.protobuf.Timestamp
 	12,  // 4: agentrun.node.v1.Cordon.problems:type_name -> agentrun.node.v1.DrainProblem
 	5,   // 5: agentrun.node.v1.WatchRequest.kinds:type_name -> agentrun.node.v1.ObjectKind
 	6,   // 6: agentrun.node.v1.WatchEvent.type:type_name -> agentrun.node.v1.WatchEvent.Type
@@ -7400,181 +8078,197 @@ var file_agentrun_node_v1_node_proto_depIdxs = []int32{
 	38,  // 10: agentrun.node.v1.WatchEvent.sandbox:type_name -> agentrun.node.v1.Sandbox
 	60,  // 11: agentrun.node.v1.WatchEvent.fork:type_name -> agentrun.node.v1.Fork
 	66,  // 12: agentrun.node.v1.WatchEvent.checkpoint:type_name -> agentrun.node.v1.Checkpoint
-	84,  // 13: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
+	94,  // 13: agentrun.node.v1.TemplateSpec.env:type_name -> agentrun.node.v1.TemplateSpec.EnvEntry
 	21,  // 14: agentrun.node.v1.TemplateSpec.ready:type_name -> agentrun.node.v1.ReadyCheck
 	22,  // 15: agentrun.node.v1.TemplateSpec.warmup:type_name -> agentrun.node.v1.Program
 	20,  // 16: agentrun.node.v1.TemplateSpec.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
 	20,  // 17: agentrun.node.v1.TemplateSpec.build_network:type_name -> agentrun.node.v1.NetworkPolicy
-	92,  // 18: agentrun.node.v1.TemplateSpec.build_timeout:type_name -> google.protobuf.Duration
-	92,  // 19: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
-	92,  // 20: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
+	102, // 18: agentrun.node.v1.TemplateSpec.build_timeout:type_name -> google.protobuf.Duration
+	102, // 19: agentrun.node.v1.ReadyCheck.delay:type_name -> google.protobuf.Duration
+	102, // 20: agentrun.node.v1.ReadyCheck.timeout:type_name -> google.protobuf.Duration
 	19,  // 21: agentrun.node.v1.Template.spec:type_name -> agentrun.node.v1.TemplateSpec
-	91,  // 22: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
+	101, // 22: agentrun.node.v1.Template.created:type_name -> google.protobuf.Timestamp
 	0,   // 23: agentrun.node.v1.Template.phase:type_name -> agentrun.node.v1.Phase
 	24,  // 24: agentrun.node.v1.Template.builds:type_name -> agentrun.node.v1.Build
 	1,   // 25: agentrun.node.v1.Build.stage:type_name -> agentrun.node.v1.Stage
 	0,   // 26: agentrun.node.v1.Build.phase:type_name -> agentrun.node.v1.Phase
-	91,  // 27: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
-	91,  // 28: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
-	91,  // 29: agentrun.node.v1.Build.next:type_name -> google.protobuf.Timestamp
+	101, // 27: agentrun.node.v1.Build.started:type_name -> google.protobuf.Timestamp
+	101, // 28: agentrun.node.v1.Build.finished:type_name -> google.protobuf.Timestamp
+	101, // 29: agentrun.node.v1.Build.next:type_name -> google.protobuf.Timestamp
 	19,  // 30: agentrun.node.v1.ApplyTemplateRequest.spec:type_name -> agentrun.node.v1.TemplateSpec
 	23,  // 31: agentrun.node.v1.ListTemplatesResponse.templates:type_name -> agentrun.node.v1.Template
 	13,  // 32: agentrun.node.v1.DeleteTemplateRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	1,   // 33: agentrun.node.v1.PoolSpec.snapshot_after:type_name -> agentrun.node.v1.Stage
 	30,  // 34: agentrun.node.v1.Pool.spec:type_name -> agentrun.node.v1.PoolSpec
-	91,  // 35: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
+	101, // 35: agentrun.node.v1.Pool.created:type_name -> google.protobuf.Timestamp
 	0,   // 36: agentrun.node.v1.Pool.phase:type_name -> agentrun.node.v1.Phase
 	30,  // 37: agentrun.node.v1.ApplyPoolRequest.spec:type_name -> agentrun.node.v1.PoolSpec
 	31,  // 38: agentrun.node.v1.ListPoolsResponse.pools:type_name -> agentrun.node.v1.Pool
 	13,  // 39: agentrun.node.v1.DeletePoolRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	92,  // 40: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
-	92,  // 41: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
+	102, // 40: agentrun.node.v1.Lifetime.timeout:type_name -> google.protobuf.Duration
+	102, // 41: agentrun.node.v1.Lifetime.idle_timeout:type_name -> google.protobuf.Duration
 	4,   // 42: agentrun.node.v1.Lifetime.on_timeout:type_name -> agentrun.node.v1.TimeoutAction
-	91,  // 43: agentrun.node.v1.Lifetime.expires:type_name -> google.protobuf.Timestamp
+	101, // 43: agentrun.node.v1.Lifetime.expires:type_name -> google.protobuf.Timestamp
 	2,   // 44: agentrun.node.v1.Sandbox.state:type_name -> agentrun.node.v1.SandboxState
-	85,  // 45: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
-	91,  // 46: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
-	91,  // 47: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
+	95,  // 45: agentrun.node.v1.Sandbox.metadata:type_name -> agentrun.node.v1.Sandbox.MetadataEntry
+	101, // 46: agentrun.node.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
+	101, // 47: agentrun.node.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
 	3,   // 48: agentrun.node.v1.Sandbox.reason:type_name -> agentrun.node.v1.EndReason
 	37,  // 49: agentrun.node.v1.Sandbox.lifetime:type_name -> agentrun.node.v1.Lifetime
 	20,  // 50: agentrun.node.v1.Sandbox.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
 	20,  // 51: agentrun.node.v1.Sandbox.network_bounds:type_name -> agentrun.node.v1.NetworkPolicy
-	86,  // 52: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
-	87,  // 53: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
+	96,  // 52: agentrun.node.v1.ClaimSandboxRequest.env:type_name -> agentrun.node.v1.ClaimSandboxRequest.EnvEntry
+	97,  // 53: agentrun.node.v1.ClaimSandboxRequest.metadata:type_name -> agentrun.node.v1.ClaimSandboxRequest.MetadataEntry
 	37,  // 54: agentrun.node.v1.ClaimSandboxRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
 	20,  // 55: agentrun.node.v1.ClaimSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
-	88,  // 56: agentrun.node.v1.ClaimSandboxRequest.secret_values:type_name -> agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
+	98,  // 56: agentrun.node.v1.ClaimSandboxRequest.secret_values:type_name -> agentrun.node.v1.ClaimSandboxRequest.SecretValuesEntry
 	38,  // 57: agentrun.node.v1.ListSandboxesResponse.sandboxes:type_name -> agentrun.node.v1.Sandbox
 	13,  // 58: agentrun.node.v1.PauseSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	13,  // 59: agentrun.node.v1.ResumeSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	13,  // 60: agentrun.node.v1.HibernateSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	92,  // 61: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
+	102, // 61: agentrun.node.v1.ExtendSandboxRequest.timeout:type_name -> google.protobuf.Duration
 	13,  // 62: agentrun.node.v1.ExtendSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	91,  // 63: agentrun.node.v1.ExtendSandboxRequest.expires:type_name -> google.protobuf.Timestamp
+	101, // 63: agentrun.node.v1.ExtendSandboxRequest.expires:type_name -> google.protobuf.Timestamp
 	13,  // 64: agentrun.node.v1.KillSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	13,  // 65: agentrun.node.v1.SetSandboxTokenRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	2,   // 66: agentrun.node.v1.SandboxStats.state:type_name -> agentrun.node.v1.SandboxState
-	91,  // 67: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
-	92,  // 68: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
+	101, // 67: agentrun.node.v1.SandboxStats.time:type_name -> google.protobuf.Timestamp
+	102, // 68: agentrun.node.v1.SandboxStats.cpu:type_name -> google.protobuf.Duration
 	51,  // 69: agentrun.node.v1.ListSandboxStatsResponse.stats:type_name -> agentrun.node.v1.SandboxStats
 	20,  // 70: agentrun.node.v1.SetNetworkPolicyRequest.policy:type_name -> agentrun.node.v1.NetworkPolicy
 	13,  // 71: agentrun.node.v1.SetNetworkPolicyRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	92,  // 72: agentrun.node.v1.GetNetworkLogRequest.wait:type_name -> google.protobuf.Duration
+	102, // 72: agentrun.node.v1.GetNetworkLogRequest.wait:type_name -> google.protobuf.Duration
 	57,  // 73: agentrun.node.v1.NetworkLog.entries:type_name -> agentrun.node.v1.NetworkLogEntry
 	57,  // 74: agentrun.node.v1.NetworkLog.open:type_name -> agentrun.node.v1.NetworkLogEntry
-	91,  // 75: agentrun.node.v1.NetworkLogEntry.time:type_name -> google.protobuf.Timestamp
-	91,  // 76: agentrun.node.v1.NetworkLogEntry.ended:type_name -> google.protobuf.Timestamp
+	101, // 75: agentrun.node.v1.NetworkLogEntry.time:type_name -> google.protobuf.Timestamp
+	101, // 76: agentrun.node.v1.NetworkLogEntry.ended:type_name -> google.protobuf.Timestamp
 	20,  // 77: agentrun.node.v1.ForkSandboxRequest.network_policy:type_name -> agentrun.node.v1.NetworkPolicy
 	13,  // 78: agentrun.node.v1.ForkSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	59,  // 79: agentrun.node.v1.ForkSandboxRequest.children:type_name -> agentrun.node.v1.ForkChild
-	91,  // 80: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
+	101, // 80: agentrun.node.v1.Fork.created:type_name -> google.protobuf.Timestamp
 	0,   // 81: agentrun.node.v1.Fork.phase:type_name -> agentrun.node.v1.Phase
 	61,  // 82: agentrun.node.v1.Fork.children:type_name -> agentrun.node.v1.ForkOutcome
-	92,  // 83: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
+	102, // 83: agentrun.node.v1.Fork.pause:type_name -> google.protobuf.Duration
 	60,  // 84: agentrun.node.v1.ListForksResponse.forks:type_name -> agentrun.node.v1.Fork
 	13,  // 85: agentrun.node.v1.DeleteForkRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	91,  // 86: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
+	101, // 86: agentrun.node.v1.Checkpoint.created:type_name -> google.protobuf.Timestamp
 	13,  // 87: agentrun.node.v1.CheckpointSandboxRequest.precondition:type_name -> agentrun.node.v1.Precondition
 	66,  // 88: agentrun.node.v1.ListCheckpointsResponse.checkpoints:type_name -> agentrun.node.v1.Checkpoint
 	13,  // 89: agentrun.node.v1.DeleteCheckpointRequest.precondition:type_name -> agentrun.node.v1.Precondition
-	89,  // 90: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
-	90,  // 91: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
+	99,  // 90: agentrun.node.v1.RestoreCheckpointRequest.env:type_name -> agentrun.node.v1.RestoreCheckpointRequest.EnvEntry
+	100, // 91: agentrun.node.v1.RestoreCheckpointRequest.metadata:type_name -> agentrun.node.v1.RestoreCheckpointRequest.MetadataEntry
 	37,  // 92: agentrun.node.v1.RestoreCheckpointRequest.lifetime:type_name -> agentrun.node.v1.Lifetime
-	91,  // 93: agentrun.node.v1.NamespaceCA.created:type_name -> google.protobuf.Timestamp
-	91,  // 94: agentrun.node.v1.NamespaceCA.expires:type_name -> google.protobuf.Timestamp
+	101, // 93: agentrun.node.v1.NamespaceCA.created:type_name -> google.protobuf.Timestamp
+	101, // 94: agentrun.node.v1.NamespaceCA.expires:type_name -> google.protobuf.Timestamp
 	1,   // 95: agentrun.node.v1.SnapshotOffer.stage:type_name -> agentrun.node.v1.Stage
 	19,  // 96: agentrun.node.v1.FetchSnapshotRequest.spec:type_name -> agentrun.node.v1.TemplateSpec
 	77,  // 97: agentrun.node.v1.FetchSnapshotRequest.offer:type_name -> agentrun.node.v1.SnapshotOffer
 	79,  // 98: agentrun.node.v1.FetchSnapshotRequest.peers:type_name -> agentrun.node.v1.SnapshotPeer
-	8,   // 99: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
-	17,  // 100: agentrun.node.v1.Node.Watch:input_type -> agentrun.node.v1.WatchRequest
-	14,  // 101: agentrun.node.v1.Node.CordonNode:input_type -> agentrun.node.v1.CordonNodeRequest
-	15,  // 102: agentrun.node.v1.Node.DrainNode:input_type -> agentrun.node.v1.DrainNodeRequest
-	16,  // 103: agentrun.node.v1.Node.UncordonNode:input_type -> agentrun.node.v1.UncordonNodeRequest
-	25,  // 104: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
-	26,  // 105: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
-	27,  // 106: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
-	29,  // 107: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
-	32,  // 108: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
-	33,  // 109: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
-	34,  // 110: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
-	36,  // 111: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
-	39,  // 112: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
-	40,  // 113: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
-	41,  // 114: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
-	43,  // 115: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
-	44,  // 116: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
-	45,  // 117: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
-	46,  // 118: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
-	47,  // 119: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
-	48,  // 120: agentrun.node.v1.Node.SetSandboxToken:input_type -> agentrun.node.v1.SetSandboxTokenRequest
-	49,  // 121: agentrun.node.v1.Node.ReleaseOwner:input_type -> agentrun.node.v1.ReleaseOwnerRequest
-	50,  // 122: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
-	52,  // 123: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
-	54,  // 124: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
-	55,  // 125: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
-	58,  // 126: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
-	62,  // 127: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
-	63,  // 128: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
-	65,  // 129: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
-	67,  // 130: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
-	68,  // 131: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
-	69,  // 132: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
-	71,  // 133: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
-	72,  // 134: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
-	74,  // 135: agentrun.node.v1.Node.GetNamespaceCA:input_type -> agentrun.node.v1.GetNamespaceCARequest
-	75,  // 136: agentrun.node.v1.Node.SetNamespaceCA:input_type -> agentrun.node.v1.SetNamespaceCARequest
-	76,  // 137: agentrun.node.v1.Node.GetSnapshotOffer:input_type -> agentrun.node.v1.GetSnapshotOfferRequest
-	78,  // 138: agentrun.node.v1.Node.FetchSnapshot:input_type -> agentrun.node.v1.FetchSnapshotRequest
-	80,  // 139: agentrun.node.v1.Node.GetSnapshotParts:input_type -> agentrun.node.v1.GetSnapshotPartsRequest
-	82,  // 140: agentrun.node.v1.Node.ReadSnapshot:input_type -> agentrun.node.v1.ReadSnapshotRequest
-	9,   // 141: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
-	18,  // 142: agentrun.node.v1.Node.Watch:output_type -> agentrun.node.v1.WatchEvent
-	9,   // 143: agentrun.node.v1.Node.CordonNode:output_type -> agentrun.node.v1.NodeStatus
-	9,   // 144: agentrun.node.v1.Node.DrainNode:output_type -> agentrun.node.v1.NodeStatus
-	9,   // 145: agentrun.node.v1.Node.UncordonNode:output_type -> agentrun.node.v1.NodeStatus
-	23,  // 146: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
-	23,  // 147: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
-	28,  // 148: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
-	93,  // 149: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
-	31,  // 150: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
-	31,  // 151: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
-	35,  // 152: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
-	93,  // 153: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
-	38,  // 154: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 155: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
-	42,  // 156: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
-	38,  // 157: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 158: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 159: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 160: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 161: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
-	38,  // 162: agentrun.node.v1.Node.SetSandboxToken:output_type -> agentrun.node.v1.Sandbox
-	93,  // 163: agentrun.node.v1.Node.ReleaseOwner:output_type -> google.protobuf.Empty
-	51,  // 164: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
-	53,  // 165: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
-	38,  // 166: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
-	56,  // 167: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
-	60,  // 168: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
-	60,  // 169: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
-	64,  // 170: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
-	93,  // 171: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
-	66,  // 172: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
-	66,  // 173: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
-	70,  // 174: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
-	93,  // 175: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
-	38,  // 176: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
-	73,  // 177: agentrun.node.v1.Node.GetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
-	73,  // 178: agentrun.node.v1.Node.SetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
-	77,  // 179: agentrun.node.v1.Node.GetSnapshotOffer:output_type -> agentrun.node.v1.SnapshotOffer
-	23,  // 180: agentrun.node.v1.Node.FetchSnapshot:output_type -> agentrun.node.v1.Template
-	81,  // 181: agentrun.node.v1.Node.GetSnapshotParts:output_type -> agentrun.node.v1.SnapshotParts
-	83,  // 182: agentrun.node.v1.Node.ReadSnapshot:output_type -> agentrun.node.v1.SnapshotPart
-	141, // [141:183] is the sub-list for method output_type
-	99,  // [99:141] is the sub-list for method input_type
-	99,  // [99:99] is the sub-list for extension type_name
-	99,  // [99:99] is the sub-list for extension extendee
-	0,   // [0:99] is the sub-list for field type_name
+	101, // 99: agentrun.node.v1.Image.stored:type_name -> google.protobuf.Timestamp
+	84,  // 100: agentrun.node.v1.ListImagesResponse.images:type_name -> agentrun.node.v1.Image
+	101, // 101: agentrun.node.v1.RegistryLogin.changed:type_name -> google.protobuf.Timestamp
+	89,  // 102: agentrun.node.v1.ListRegistryLoginsResponse.logins:type_name -> agentrun.node.v1.RegistryLogin
+	8,   // 103: agentrun.node.v1.Node.GetNode:input_type -> agentrun.node.v1.GetNodeRequest
+	17,  // 104: agentrun.node.v1.Node.Watch:input_type -> agentrun.node.v1.WatchRequest
+	14,  // 105: agentrun.node.v1.Node.CordonNode:input_type -> agentrun.node.v1.CordonNodeRequest
+	15,  // 106: agentrun.node.v1.Node.DrainNode:input_type -> agentrun.node.v1.DrainNodeRequest
+	16,  // 107: agentrun.node.v1.Node.UncordonNode:input_type -> agentrun.node.v1.UncordonNodeRequest
+	25,  // 108: agentrun.node.v1.Node.ApplyTemplate:input_type -> agentrun.node.v1.ApplyTemplateRequest
+	26,  // 109: agentrun.node.v1.Node.GetTemplate:input_type -> agentrun.node.v1.GetTemplateRequest
+	27,  // 110: agentrun.node.v1.Node.ListTemplates:input_type -> agentrun.node.v1.ListTemplatesRequest
+	29,  // 111: agentrun.node.v1.Node.DeleteTemplate:input_type -> agentrun.node.v1.DeleteTemplateRequest
+	32,  // 112: agentrun.node.v1.Node.ApplyPool:input_type -> agentrun.node.v1.ApplyPoolRequest
+	33,  // 113: agentrun.node.v1.Node.GetPool:input_type -> agentrun.node.v1.GetPoolRequest
+	34,  // 114: agentrun.node.v1.Node.ListPools:input_type -> agentrun.node.v1.ListPoolsRequest
+	36,  // 115: agentrun.node.v1.Node.DeletePool:input_type -> agentrun.node.v1.DeletePoolRequest
+	39,  // 116: agentrun.node.v1.Node.ClaimSandbox:input_type -> agentrun.node.v1.ClaimSandboxRequest
+	40,  // 117: agentrun.node.v1.Node.GetSandbox:input_type -> agentrun.node.v1.GetSandboxRequest
+	41,  // 118: agentrun.node.v1.Node.ListSandboxes:input_type -> agentrun.node.v1.ListSandboxesRequest
+	43,  // 119: agentrun.node.v1.Node.PauseSandbox:input_type -> agentrun.node.v1.PauseSandboxRequest
+	44,  // 120: agentrun.node.v1.Node.ResumeSandbox:input_type -> agentrun.node.v1.ResumeSandboxRequest
+	45,  // 121: agentrun.node.v1.Node.HibernateSandbox:input_type -> agentrun.node.v1.HibernateSandboxRequest
+	46,  // 122: agentrun.node.v1.Node.ExtendSandbox:input_type -> agentrun.node.v1.ExtendSandboxRequest
+	47,  // 123: agentrun.node.v1.Node.KillSandbox:input_type -> agentrun.node.v1.KillSandboxRequest
+	48,  // 124: agentrun.node.v1.Node.SetSandboxToken:input_type -> agentrun.node.v1.SetSandboxTokenRequest
+	49,  // 125: agentrun.node.v1.Node.ReleaseOwner:input_type -> agentrun.node.v1.ReleaseOwnerRequest
+	50,  // 126: agentrun.node.v1.Node.GetSandboxStats:input_type -> agentrun.node.v1.GetSandboxStatsRequest
+	52,  // 127: agentrun.node.v1.Node.ListSandboxStats:input_type -> agentrun.node.v1.ListSandboxStatsRequest
+	54,  // 128: agentrun.node.v1.Node.SetNetworkPolicy:input_type -> agentrun.node.v1.SetNetworkPolicyRequest
+	55,  // 129: agentrun.node.v1.Node.GetNetworkLog:input_type -> agentrun.node.v1.GetNetworkLogRequest
+	58,  // 130: agentrun.node.v1.Node.ForkSandbox:input_type -> agentrun.node.v1.ForkSandboxRequest
+	62,  // 131: agentrun.node.v1.Node.GetFork:input_type -> agentrun.node.v1.GetForkRequest
+	63,  // 132: agentrun.node.v1.Node.ListForks:input_type -> agentrun.node.v1.ListForksRequest
+	65,  // 133: agentrun.node.v1.Node.DeleteFork:input_type -> agentrun.node.v1.DeleteForkRequest
+	67,  // 134: agentrun.node.v1.Node.CheckpointSandbox:input_type -> agentrun.node.v1.CheckpointSandboxRequest
+	68,  // 135: agentrun.node.v1.Node.GetCheckpoint:input_type -> agentrun.node.v1.GetCheckpointRequest
+	69,  // 136: agentrun.node.v1.Node.ListCheckpoints:input_type -> agentrun.node.v1.ListCheckpointsRequest
+	71,  // 137: agentrun.node.v1.Node.DeleteCheckpoint:input_type -> agentrun.node.v1.DeleteCheckpointRequest
+	72,  // 138: agentrun.node.v1.Node.RestoreCheckpoint:input_type -> agentrun.node.v1.RestoreCheckpointRequest
+	74,  // 139: agentrun.node.v1.Node.GetNamespaceCA:input_type -> agentrun.node.v1.GetNamespaceCARequest
+	75,  // 140: agentrun.node.v1.Node.SetNamespaceCA:input_type -> agentrun.node.v1.SetNamespaceCARequest
+	76,  // 141: agentrun.node.v1.Node.GetSnapshotOffer:input_type -> agentrun.node.v1.GetSnapshotOfferRequest
+	78,  // 142: agentrun.node.v1.Node.FetchSnapshot:input_type -> agentrun.node.v1.FetchSnapshotRequest
+	80,  // 143: agentrun.node.v1.Node.GetSnapshotParts:input_type -> agentrun.node.v1.GetSnapshotPartsRequest
+	82,  // 144: agentrun.node.v1.Node.ReadSnapshot:input_type -> agentrun.node.v1.ReadSnapshotRequest
+	85,  // 145: agentrun.node.v1.Node.ListImages:input_type -> agentrun.node.v1.ListImagesRequest
+	87,  // 146: agentrun.node.v1.Node.PublishImage:input_type -> agentrun.node.v1.PublishImageRequest
+	88,  // 147: agentrun.node.v1.Node.UnpublishImage:input_type -> agentrun.node.v1.UnpublishImageRequest
+	90,  // 148: agentrun.node.v1.Node.ListRegistryLogins:input_type -> agentrun.node.v1.ListRegistryLoginsRequest
+	92,  // 149: agentrun.node.v1.Node.SetRegistryLogin:input_type -> agentrun.node.v1.SetRegistryLoginRequest
+	93,  // 150: agentrun.node.v1.Node.DeleteRegistryLogin:input_type -> agentrun.node.v1.DeleteRegistryLoginRequest
+	9,   // 151: agentrun.node.v1.Node.GetNode:output_type -> agentrun.node.v1.NodeStatus
+	18,  // 152: agentrun.node.v1.Node.Watch:output_type -> agentrun.node.v1.WatchEvent
+	9,   // 153: agentrun.node.v1.Node.CordonNode:output_type -> agentrun.node.v1.NodeStatus
+	9,   // 154: agentrun.node.v1.Node.DrainNode:output_type -> agentrun.node.v1.NodeStatus
+	9,   // 155: agentrun.node.v1.Node.UncordonNode:output_type -> agentrun.node.v1.NodeStatus
+	23,  // 156: agentrun.node.v1.Node.ApplyTemplate:output_type -> agentrun.node.v1.Template
+	23,  // 157: agentrun.node.v1.Node.GetTemplate:output_type -> agentrun.node.v1.Template
+	28,  // 158: agentrun.node.v1.Node.ListTemplates:output_type -> agentrun.node.v1.ListTemplatesResponse
+	103, // 159: agentrun.node.v1.Node.DeleteTemplate:output_type -> google.protobuf.Empty
+	31,  // 160: agentrun.node.v1.Node.ApplyPool:output_type -> agentrun.node.v1.Pool
+	31,  // 161: agentrun.node.v1.Node.GetPool:output_type -> agentrun.node.v1.Pool
+	35,  // 162: agentrun.node.v1.Node.ListPools:output_type -> agentrun.node.v1.ListPoolsResponse
+	103, // 163: agentrun.node.v1.Node.DeletePool:output_type -> google.protobuf.Empty
+	38,  // 164: agentrun.node.v1.Node.ClaimSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 165: agentrun.node.v1.Node.GetSandbox:output_type -> agentrun.node.v1.Sandbox
+	42,  // 166: agentrun.node.v1.Node.ListSandboxes:output_type -> agentrun.node.v1.ListSandboxesResponse
+	38,  // 167: agentrun.node.v1.Node.PauseSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 168: agentrun.node.v1.Node.ResumeSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 169: agentrun.node.v1.Node.HibernateSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 170: agentrun.node.v1.Node.ExtendSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 171: agentrun.node.v1.Node.KillSandbox:output_type -> agentrun.node.v1.Sandbox
+	38,  // 172: agentrun.node.v1.Node.SetSandboxToken:output_type -> agentrun.node.v1.Sandbox
+	103, // 173: agentrun.node.v1.Node.ReleaseOwner:output_type -> google.protobuf.Empty
+	51,  // 174: agentrun.node.v1.Node.GetSandboxStats:output_type -> agentrun.node.v1.SandboxStats
+	53,  // 175: agentrun.node.v1.Node.ListSandboxStats:output_type -> agentrun.node.v1.ListSandboxStatsResponse
+	38,  // 176: agentrun.node.v1.Node.SetNetworkPolicy:output_type -> agentrun.node.v1.Sandbox
+	56,  // 177: agentrun.node.v1.Node.GetNetworkLog:output_type -> agentrun.node.v1.NetworkLog
+	60,  // 178: agentrun.node.v1.Node.ForkSandbox:output_type -> agentrun.node.v1.Fork
+	60,  // 179: agentrun.node.v1.Node.GetFork:output_type -> agentrun.node.v1.Fork
+	64,  // 180: agentrun.node.v1.Node.ListForks:output_type -> agentrun.node.v1.ListForksResponse
+	103, // 181: agentrun.node.v1.Node.DeleteFork:output_type -> google.protobuf.Empty
+	66,  // 182: agentrun.node.v1.Node.CheckpointSandbox:output_type -> agentrun.node.v1.Checkpoint
+	66,  // 183: agentrun.node.v1.Node.GetCheckpoint:output_type -> agentrun.node.v1.Checkpoint
+	70,  // 184: agentrun.node.v1.Node.ListCheckpoints:output_type -> agentrun.node.v1.ListCheckpointsResponse
+	103, // 185: agentrun.node.v1.Node.DeleteCheckpoint:output_type -> google.protobuf.Empty
+	38,  // 186: agentrun.node.v1.Node.RestoreCheckpoint:output_type -> agentrun.node.v1.Sandbox
+	73,  // 187: agentrun.node.v1.Node.GetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	73,  // 188: agentrun.node.v1.Node.SetNamespaceCA:output_type -> agentrun.node.v1.NamespaceCA
+	77,  // 189: agentrun.node.v1.Node.GetSnapshotOffer:output_type -> agentrun.node.v1.SnapshotOffer
+	23,  // 190: agentrun.node.v1.Node.FetchSnapshot:output_type -> agentrun.node.v1.Template
+	81,  // 191: agentrun.node.v1.Node.GetSnapshotParts:output_type -> agentrun.node.v1.SnapshotParts
+	83,  // 192: agentrun.node.v1.Node.ReadSnapshot:output_type -> agentrun.node.v1.SnapshotPart
+	86,  // 193: agentrun.node.v1.Node.ListImages:output_type -> agentrun.node.v1.ListImagesResponse
+	84,  // 194: agentrun.node.v1.Node.PublishImage:output_type -> agentrun.node.v1.Image
+	103, // 195: agentrun.node.v1.Node.UnpublishImage:output_type -> google.protobuf.Empty
+	91,  // 196: agentrun.node.v1.Node.ListRegistryLogins:output_type -> agentrun.node.v1.ListRegistryLoginsResponse
+	89,  // 197: agentrun.node.v1.Node.SetRegistryLogin:output_type -> agentrun.node.v1.RegistryLogin
+	103, // 198: agentrun.node.v1.Node.DeleteRegistryLogin:output_type -> google.protobuf.Empty
+	151, // [151:199] is the sub-list for method output_type
+	103, // [103:151] is the sub-list for method input_type
+	103, // [103:103] is the sub-list for extension type_name
+	103, // [103:103] is the sub-list for extension extendee
+	0,   // [0:103] is the sub-list for field type_name
 }
 
 func init() { file_agentrun_node_v1_node_proto_init() }
@@ -7602,7 +8296,7 @@ func file_agentrun_node_v1_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agentrun_node_v1_node_proto_rawDesc), len(file_agentrun_node_v1_node_proto_rawDesc)),
 			NumEnums:      7,
-			NumMessages:   84,
+			NumMessages:   94,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -28,48 +28,54 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	Node_GetNode_FullMethodName           = "/agentrun.node.v1.Node/GetNode"
-	Node_Watch_FullMethodName             = "/agentrun.node.v1.Node/Watch"
-	Node_CordonNode_FullMethodName        = "/agentrun.node.v1.Node/CordonNode"
-	Node_DrainNode_FullMethodName         = "/agentrun.node.v1.Node/DrainNode"
-	Node_UncordonNode_FullMethodName      = "/agentrun.node.v1.Node/UncordonNode"
-	Node_ApplyTemplate_FullMethodName     = "/agentrun.node.v1.Node/ApplyTemplate"
-	Node_GetTemplate_FullMethodName       = "/agentrun.node.v1.Node/GetTemplate"
-	Node_ListTemplates_FullMethodName     = "/agentrun.node.v1.Node/ListTemplates"
-	Node_DeleteTemplate_FullMethodName    = "/agentrun.node.v1.Node/DeleteTemplate"
-	Node_ApplyPool_FullMethodName         = "/agentrun.node.v1.Node/ApplyPool"
-	Node_GetPool_FullMethodName           = "/agentrun.node.v1.Node/GetPool"
-	Node_ListPools_FullMethodName         = "/agentrun.node.v1.Node/ListPools"
-	Node_DeletePool_FullMethodName        = "/agentrun.node.v1.Node/DeletePool"
-	Node_ClaimSandbox_FullMethodName      = "/agentrun.node.v1.Node/ClaimSandbox"
-	Node_GetSandbox_FullMethodName        = "/agentrun.node.v1.Node/GetSandbox"
-	Node_ListSandboxes_FullMethodName     = "/agentrun.node.v1.Node/ListSandboxes"
-	Node_PauseSandbox_FullMethodName      = "/agentrun.node.v1.Node/PauseSandbox"
-	Node_ResumeSandbox_FullMethodName     = "/agentrun.node.v1.Node/ResumeSandbox"
-	Node_HibernateSandbox_FullMethodName  = "/agentrun.node.v1.Node/HibernateSandbox"
-	Node_ExtendSandbox_FullMethodName     = "/agentrun.node.v1.Node/ExtendSandbox"
-	Node_KillSandbox_FullMethodName       = "/agentrun.node.v1.Node/KillSandbox"
-	Node_SetSandboxToken_FullMethodName   = "/agentrun.node.v1.Node/SetSandboxToken"
-	Node_ReleaseOwner_FullMethodName      = "/agentrun.node.v1.Node/ReleaseOwner"
-	Node_GetSandboxStats_FullMethodName   = "/agentrun.node.v1.Node/GetSandboxStats"
-	Node_ListSandboxStats_FullMethodName  = "/agentrun.node.v1.Node/ListSandboxStats"
-	Node_SetNetworkPolicy_FullMethodName  = "/agentrun.node.v1.Node/SetNetworkPolicy"
-	Node_GetNetworkLog_FullMethodName     = "/agentrun.node.v1.Node/GetNetworkLog"
-	Node_ForkSandbox_FullMethodName       = "/agentrun.node.v1.Node/ForkSandbox"
-	Node_GetFork_FullMethodName           = "/agentrun.node.v1.Node/GetFork"
-	Node_ListForks_FullMethodName         = "/agentrun.node.v1.Node/ListForks"
-	Node_DeleteFork_FullMethodName        = "/agentrun.node.v1.Node/DeleteFork"
-	Node_CheckpointSandbox_FullMethodName = "/agentrun.node.v1.Node/CheckpointSandbox"
-	Node_GetCheckpoint_FullMethodName     = "/agentrun.node.v1.Node/GetCheckpoint"
-	Node_ListCheckpoints_FullMethodName   = "/agentrun.node.v1.Node/ListCheckpoints"
-	Node_DeleteCheckpoint_FullMethodName  = "/agentrun.node.v1.Node/DeleteCheckpoint"
-	Node_RestoreCheckpoint_FullMethodName = "/agentrun.node.v1.Node/RestoreCheckpoint"
-	Node_GetNamespaceCA_FullMethodName    = "/agentrun.node.v1.Node/GetNamespaceCA"
-	Node_SetNamespaceCA_FullMethodName    = "/agentrun.node.v1.Node/SetNamespaceCA"
-	Node_GetSnapshotOffer_FullMethodName  = "/agentrun.node.v1.Node/GetSnapshotOffer"
-	Node_FetchSnapshot_FullMethodName     = "/agentrun.node.v1.Node/FetchSnapshot"
-	Node_GetSnapshotParts_FullMethodName  = "/agentrun.node.v1.Node/GetSnapshotParts"
-	Node_ReadSnapshot_FullMethodName      = "/agentrun.node.v1.Node/ReadSnapshot"
+	Node_GetNode_FullMethodName             = "/agentrun.node.v1.Node/GetNode"
+	Node_Watch_FullMethodName               = "/agentrun.node.v1.Node/Watch"
+	Node_CordonNode_FullMethodName          = "/agentrun.node.v1.Node/CordonNode"
+	Node_DrainNode_FullMethodName           = "/agentrun.node.v1.Node/DrainNode"
+	Node_UncordonNode_FullMethodName        = "/agentrun.node.v1.Node/UncordonNode"
+	Node_ApplyTemplate_FullMethodName       = "/agentrun.node.v1.Node/ApplyTemplate"
+	Node_GetTemplate_FullMethodName         = "/agentrun.node.v1.Node/GetTemplate"
+	Node_ListTemplates_FullMethodName       = "/agentrun.node.v1.Node/ListTemplates"
+	Node_DeleteTemplate_FullMethodName      = "/agentrun.node.v1.Node/DeleteTemplate"
+	Node_ApplyPool_FullMethodName           = "/agentrun.node.v1.Node/ApplyPool"
+	Node_GetPool_FullMethodName             = "/agentrun.node.v1.Node/GetPool"
+	Node_ListPools_FullMethodName           = "/agentrun.node.v1.Node/ListPools"
+	Node_DeletePool_FullMethodName          = "/agentrun.node.v1.Node/DeletePool"
+	Node_ClaimSandbox_FullMethodName        = "/agentrun.node.v1.Node/ClaimSandbox"
+	Node_GetSandbox_FullMethodName          = "/agentrun.node.v1.Node/GetSandbox"
+	Node_ListSandboxes_FullMethodName       = "/agentrun.node.v1.Node/ListSandboxes"
+	Node_PauseSandbox_FullMethodName        = "/agentrun.node.v1.Node/PauseSandbox"
+	Node_ResumeSandbox_FullMethodName       = "/agentrun.node.v1.Node/ResumeSandbox"
+	Node_HibernateSandbox_FullMethodName    = "/agentrun.node.v1.Node/HibernateSandbox"
+	Node_ExtendSandbox_FullMethodName       = "/agentrun.node.v1.Node/ExtendSandbox"
+	Node_KillSandbox_FullMethodName         = "/agentrun.node.v1.Node/KillSandbox"
+	Node_SetSandboxToken_FullMethodName     = "/agentrun.node.v1.Node/SetSandboxToken"
+	Node_ReleaseOwner_FullMethodName        = "/agentrun.node.v1.Node/ReleaseOwner"
+	Node_GetSandboxStats_FullMethodName     = "/agentrun.node.v1.Node/GetSandboxStats"
+	Node_ListSandboxStats_FullMethodName    = "/agentrun.node.v1.Node/ListSandboxStats"
+	Node_SetNetworkPolicy_FullMethodName    = "/agentrun.node.v1.Node/SetNetworkPolicy"
+	Node_GetNetworkLog_FullMethodName       = "/agentrun.node.v1.Node/GetNetworkLog"
+	Node_ForkSandbox_FullMethodName         = "/agentrun.node.v1.Node/ForkSandbox"
+	Node_GetFork_FullMethodName             = "/agentrun.node.v1.Node/GetFork"
+	Node_ListForks_FullMethodName           = "/agentrun.node.v1.Node/ListForks"
+	Node_DeleteFork_FullMethodName          = "/agentrun.node.v1.Node/DeleteFork"
+	Node_CheckpointSandbox_FullMethodName   = "/agentrun.node.v1.Node/CheckpointSandbox"
+	Node_GetCheckpoint_FullMethodName       = "/agentrun.node.v1.Node/GetCheckpoint"
+	Node_ListCheckpoints_FullMethodName     = "/agentrun.node.v1.Node/ListCheckpoints"
+	Node_DeleteCheckpoint_FullMethodName    = "/agentrun.node.v1.Node/DeleteCheckpoint"
+	Node_RestoreCheckpoint_FullMethodName   = "/agentrun.node.v1.Node/RestoreCheckpoint"
+	Node_GetNamespaceCA_FullMethodName      = "/agentrun.node.v1.Node/GetNamespaceCA"
+	Node_SetNamespaceCA_FullMethodName      = "/agentrun.node.v1.Node/SetNamespaceCA"
+	Node_GetSnapshotOffer_FullMethodName    = "/agentrun.node.v1.Node/GetSnapshotOffer"
+	Node_FetchSnapshot_FullMethodName       = "/agentrun.node.v1.Node/FetchSnapshot"
+	Node_GetSnapshotParts_FullMethodName    = "/agentrun.node.v1.Node/GetSnapshotParts"
+	Node_ReadSnapshot_FullMethodName        = "/agentrun.node.v1.Node/ReadSnapshot"
+	Node_ListImages_FullMethodName          = "/agentrun.node.v1.Node/ListImages"
+	Node_PublishImage_FullMethodName        = "/agentrun.node.v1.Node/PublishImage"
+	Node_UnpublishImage_FullMethodName      = "/agentrun.node.v1.Node/UnpublishImage"
+	Node_ListRegistryLogins_FullMethodName  = "/agentrun.node.v1.Node/ListRegistryLogins"
+	Node_SetRegistryLogin_FullMethodName    = "/agentrun.node.v1.Node/SetRegistryLogin"
+	Node_DeleteRegistryLogin_FullMethodName = "/agentrun.node.v1.Node/DeleteRegistryLogin"
 )
 
 // NodeClient is the client API for Node service.
@@ -150,6 +156,15 @@ type NodeClient interface {
 	GetSnapshotParts(ctx context.Context, in *GetSnapshotPartsRequest, opts ...grpc.CallOption) (*SnapshotParts, error)
 	// Sends parts of a layer, in the order in which they are asked for; for other nodes.
 	ReadSnapshot(ctx context.Context, in *ReadSnapshotRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SnapshotPart], error)
+	// Images that a namespace may use: those that it has pulled, and the published ones.
+	ListImages(ctx context.Context, in *ListImagesRequest, opts ...grpc.CallOption) (*ListImagesResponse, error)
+	// Lets all namespaces use an image that is on the node, and ends that.
+	PublishImage(ctx context.Context, in *PublishImageRequest, opts ...grpc.CallOption) (*Image, error)
+	UnpublishImage(ctx context.Context, in *UnpublishImageRequest, opts ...grpc.CallOption) (*emptypb.Empty, error)
+	// The credentials of a namespace for registries; never a password.
+	ListRegistryLogins(ctx context.Context, in *ListRegistryLoginsRequest, opts ...grpc.CallOption) (*ListRegistryLoginsResponse, error)
+	SetRegistryLogin(ctx context.Context, in *SetRegistryLoginRequest, opts ...grpc.CallOption) (*RegistryLogin, error)
+	DeleteRegistryLogin(ctx context.Context, in *DeleteRegistryLoginRequest, opts ...grpc.CallOption) (*emptypb.Empty, error)
 }
 
 type nodeClient struct {
@@ -598,6 +613,66 @@ func (c *nodeClient) ReadSnapshot(ctx context.Context, in *ReadSnapshotRequest, 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Node_ReadSnapshotClient = grpc.ServerStreamingClient[SnapshotPart]
 
+func (c *nodeClient) ListImages(ctx context.Context, in *ListImagesRequest, opts ...grpc.CallOption) (*ListImagesResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListImagesResponse)
+	err := c.cc.Invoke(ctx, Node_ListImages_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) PublishImage(ctx context.Context, in *PublishImageRequest, opts ...grpc.CallOption) (*Image, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Image)
+	err := c.cc.Invoke(ctx, Node_PublishImage_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) UnpublishImage(ctx context.Context, in *UnpublishImageRequest, opts ...grpc.CallOption) (*emptypb.Empty, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(emptypb.Empty)
+	err := c.cc.Invoke(ctx, Node_UnpublishImage_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) ListRegistryLogins(ctx context.Context, in *ListRegistryLoginsRequest, opts ...grpc.CallOption) (*ListRegistryLoginsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListRegistryLoginsResponse)
+	err := c.cc.Invoke(ctx, Node_ListRegistryLogins_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) SetRegistryLogin(ctx context.Context, in *SetRegistryLoginRequest, opts ...grpc.CallOption) (*RegistryLogin, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(RegistryLogin)
+	err := c.cc.Invoke(ctx, Node_SetRegistryLogin_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeClient) DeleteRegistryLogin(ctx context.Context, in *DeleteRegistryLoginRequest, opts ...grpc.CallOption) (*emptypb.Empty, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(emptypb.Empty)
+	err := c.cc.Invoke(ctx, Node_DeleteRegistryLogin_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // NodeServer is the server API for Node service.
 // All implementations must embed UnimplementedNodeServer
 // for forward compatibility.
@@ -676,6 +751,15 @@ type NodeServer interface {
 	GetSnapshotParts(context.Context, *GetSnapshotPartsRequest) (*SnapshotParts, error)
 	// Sends parts of a layer, in the order in which they are asked for; for other nodes.
 	ReadSnapshot(*ReadSnapshotRequest, grpc.ServerStreamingServer[SnapshotPart]) error
+	// Images that a namespace may use: those that it has pulled, and the published ones.
+	ListImages(context.Context, *ListImagesRequest) (*ListImagesResponse, error)
+	// Lets all namespaces use an image that is on the node, and ends that.
+	PublishImage(context.Context, *PublishImageRequest) (*Image, error)
+	UnpublishImage(context.Context, *UnpublishImageRequest) (*emptypb.Empty, error)
+	// The credentials of a namespace for registries; never a password.
+	ListRegistryLogins(context.Context, *ListRegistryLoginsRequest) (*ListRegistryLoginsResponse, error)
+	SetRegistryLogin(context.Context, *SetRegistryLoginRequest) (*RegistryLogin, error)
+	DeleteRegistryLogin(context.Context, *DeleteRegistryLoginRequest) (*emptypb.Empty, error)
 	mustEmbedUnimplementedNodeServer()
 }
 
@@ -811,6 +895,24 @@ func (UnimplementedNodeServer) GetSnapshotParts(context.Context, *GetSnapshotPar
 }
 func (UnimplementedNodeServer) ReadSnapshot(*ReadSnapshotRequest, grpc.ServerStreamingServer[SnapshotPart]) error {
 	return status.Error(codes.Unimplemented, "method ReadSnapshot not implemented")
+}
+func (UnimplementedNodeServer) ListImages(context.Context, *ListImagesRequest) (*ListImagesResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListImages not implemented")
+}
+func (UnimplementedNodeServer) PublishImage(context.Context, *PublishImageRequest) (*Image, error) {
+	return nil, status.Error(codes.Unimplemented, "method PublishImage not implemented")
+}
+func (UnimplementedNodeServer) UnpublishImage(context.Context, *UnpublishImageRequest) (*emptypb.Empty, error) {
+	return nil, status.Error(codes.Unimplemented, "method UnpublishImage not implemented")
+}
+func (UnimplementedNodeServer) ListRegistryLogins(context.Context, *ListRegistryLoginsRequest) (*ListRegistryLoginsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListRegistryLogins not implemented")
+}
+func (UnimplementedNodeServer) SetRegistryLogin(context.Context, *SetRegistryLoginRequest) (*RegistryLogin, error) {
+	return nil, status.Error(codes.Unimplemented, "method SetRegistryLogin not implemented")
+}
+func (UnimplementedNodeServer) DeleteRegistryLogin(context.Context, *DeleteRegistryLoginRequest) (*emptypb.Empty, error) {
+	return nil, status.Error(codes.Unimplemented, "method DeleteRegistryLogin not implemented")
 }
 func (UnimplementedNodeServer) mustEmbedUnimplementedNodeServer() {}
 func (UnimplementedNodeServer) testEmbeddedByValue()              {}
@@ -1575,6 +1677,114 @@ func _Node_ReadSnapshot_Handler(srv interface{}, stream grpc.ServerStream) error
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Node_ReadSnapshotServer = grpc.ServerStreamingServer[SnapshotPart]
 
+func _Node_ListImages_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListImagesRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).ListImages(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_ListImages_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).ListImages(ctx, req.(*ListImagesRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_PublishImage_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(PublishImageRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).PublishImage(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_PublishImage_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).PublishImage(ctx, req.(*PublishImageRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_UnpublishImage_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UnpublishImageRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).UnpublishImage(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_UnpublishImage_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).UnpublishImage(ctx, req.(*UnpublishImageRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_ListRegistryLogins_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListRegistryLoginsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).ListRegistryLogins(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_ListRegistryLogins_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).ListRegistryLogins(ctx, req.(*ListRegistryLoginsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_SetRegistryLogin_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SetRegistryLoginRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).SetRegistryLogin(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_SetRegistryLogin_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).SetRegistryLogin(ctx, req.(*SetRegistryLoginRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Node_DeleteRegistryLogin_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DeleteRegistryLoginRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeServer).DeleteRegistryLogin(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Node_DeleteRegistryLogin_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeServer).DeleteRegistryLogin(ctx, req.(*DeleteRegistryLoginRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Node_ServiceDesc is the grpc.ServiceDesc for Node service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -1741,6 +1951,30 @@ var Node_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetSnapshotParts",
 			Handler:    _Node_GetSnapshotParts_Handler,
+		},
+		{
+			MethodName: "ListImages",
+			Handler:    _Node_ListImages_Handler,
+		},
+		{
+			MethodName: "PublishImage",
+			Handler:    _Node_PublishImage_Handler,
+		},
+		{
+			MethodName: "UnpublishImage",
+			Handler:    _Node_UnpublishImage_Handler,
+		},
+		{
+			MethodName: "ListRegistryLogins",
+			Handler:    _Node_ListRegistryLogins_Handler,
+		},
+		{
+			MethodName: "SetRegistryLogin",
+			Handler:    _Node_SetRegistryLogin_Handler,
+		},
+		{
+			MethodName: "DeleteRegistryLogin",
+			Handler:    _Node_DeleteRegistryLogin_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -30,7 +30,7 @@ func main() {
 		}
 		return
 	}
-	// Everything else is runsc as it comes: the benchmarks compare with that.
+	// Every other command line is for plain runsc, which the benchmarks compare with.
 	if helper.IsOurs(os.Args) {
 		helper.LazyGC()
 		if err := filters.Use(); err != nil {

@@ -1,11 +1,12 @@
-// Package filters has the system call filter of gVisor's kernel ready, compiled.
+// Package filters provides the system call filter of gVisor's kernel in compiled
+// form.
 //
-// gVisor's own builds, by Bazel, precompile it. As a Go module it comes without,
-// and each sandbox would compile it anew: half of the time of a restore. This
-// package does what those builds do, with the same code of gVisor's, into a file
-// that is embedded (UPDATE_FILTERS=1 go test ./internal/filters). A test compiles
-// it again and compares. A sandbox whose options differ finds none and compiles
-// its own.
+// gVisor's own builds, by Bazel, precompile it. As a Go module gVisor comes without
+// it, and each sandbox would compile it anew, which takes half of the time of a
+// restore. This package compiles it with gVisor's own code, as those builds do, into
+// a file that is embedded (UPDATE_FILTERS=1 go test ./internal/filters). A test
+// compiles it again and compares. A sandbox with other options finds no compiled
+// filter, and compiles its own.
 package filters
 
 import (
@@ -13,7 +14,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
-	_ "unsafe" // go:linkname: what Bazel's builds generate has no other way in
+	_ "unsafe" // go:linkname: Bazel's builds generate this, and no other way in exists
 
 	"gvisor.dev/gvisor/pkg/seccomp"
 	"gvisor.dev/gvisor/pkg/seccomp/precompiledseccomp"
@@ -31,19 +32,19 @@ var programs map[string]precompiledseccomp.Program
 //go:linkname rules gvisor.dev/gvisor/runsc/boot/filter/config.rules
 func rules(opt config.Options, vars precompiledseccomp.Values) (allow, deny seccomp.SyscallRules)
 
-// Use makes the compiled filter known to gVisor.
+// Use registers the compiled filter with gVisor.
 func Use() error {
 	var p precompiledseccomp.Program
 	if err := json.Unmarshal(stored, &p); err != nil {
 		return fmt.Errorf("read the compiled filter: %w", err)
 	}
-	filter.GetPrecompiled("") // makes gVisor's own list, an empty one
+	filter.GetPrecompiled("") // makes gVisor's own list, which is empty
 	programs[p.Name] = p
 	return nil
 }
 
-// compile is config.PrecompiledPrograms for the one set of options that the
-// helper's sandboxes have.
+// compile does the work of config.PrecompiledPrograms for the one set of options of
+// the helper's sandboxes.
 func compile(name string) (precompiledseccomp.Program, error) {
 	var none precompiledseccomp.Program
 	constructor, err := platform.Lookup(name)
@@ -72,11 +73,12 @@ func compile(name string) (precompiledseccomp.Program, error) {
 	return p, ownPID(&p)
 }
 
-// selfPID is the variable of gVisor's that holds the process id.
+// selfPID is gVisor's variable for the process id.
 const selfPID = "self_pid_low32bits"
 
-// ownPID makes the process id, which systrap's rules take from the process that
-// compiles them, the variable that it is in gVisor's other rules.
+// ownPID replaces the process id by gVisor's variable for it. systrap's rules contain
+// the id of the process that compiles them, while gVisor's other rules use the
+// variable.
 func ownPID(p *precompiledseccomp.Program) error {
 	pid := uint32(os.Getpid())
 	var at []int

@@ -10,7 +10,7 @@ import (
 	"gvisor.dev/gvisor/runsc/boot/filter"
 )
 
-// TestStored: the embedded filter is what this version of gVisor compiles.
+// TestStored: the embedded filter is the one that this version of gVisor compiles.
 func TestStored(t *testing.T) {
 	p, err := compile("systrap")
 	if err != nil {

@@ -5,10 +5,10 @@ import (
 	"sync"
 )
 
-// consoleSize is how much of what an agent prints is kept.
+// consoleSize is how many bytes of an agent's output are kept.
 const consoleSize = 64 << 10
 
-// console keeps the tail of what is written to it.
+// console keeps the tail of the bytes that are written to it.
 type console struct {
 	mu   sync.Mutex // protects tail
 	tail []byte

@@ -16,7 +16,7 @@ func (s *sandboxed) connect() (*urpc.Client, error) {
 	if path == "" {
 		return nil, errors.New("gVisor's kernel has no control socket")
 	}
-	// It may be too long for a socket's address.
+	// The path may be too long for a socket's address.
 	fd, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return nil, fmt.Errorf("open %s: %w", path, err)
@@ -29,8 +29,8 @@ func (s *sandboxed) connect() (*urpc.Client, error) {
 	return conn, nil
 }
 
-// tell has gVisor's kernel do something without arguments, over a connection that
-// is kept: a claim waits for this. The caller holds s.mu.
+// tell makes gVisor's kernel call a method without arguments, over a connection that
+// is kept, because a claim waits for the call. The caller holds s.mu.
 func (s *sandboxed) tell(method string) error {
 	if s.control == nil {
 		conn, err := s.connect()

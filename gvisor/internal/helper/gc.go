@@ -6,29 +6,30 @@ import (
 	"runtime/metrics"
 )
 
-// A sentry that restores a checkpoint allocates a dozen megabytes, nearly all of
-// which stay: to collect garbage meanwhile costs more than it gives. The runtime
-// begins to at seven tenths of 4 MiB times the percentage: at 11 MiB with
-// lazyPercent, which is in the midst of a restore, at 22 MiB with restorePercent.
+// A sentry that restores a checkpoint allocates a dozen megabytes, and nearly all of
+// them stay. Collecting garbage meanwhile costs more than it frees. The runtime
+// begins to collect at seven tenths of 4 MiB times the percentage: at 11 MiB with
+// lazyPercent, which is in the middle of a restore, and at 22 MiB with
+// restorePercent.
 const (
 	restorePercent = 800 // until the first collection
 	lazyPercent    = 400
 	smallHeap      = 16 << 20 // of live objects
 )
 
-// LazyGC has garbage collected rarely until the heap is not small any more, and not
-// at all in a usual restore.
+// LazyGC makes garbage collections rare while the heap is small. A usual restore ends
+// before the first collection.
 func LazyGC() {
 	debug.SetGCPercent(restorePercent)
 	watchHeap(liveHeap)
 }
 
-// watchHeap looks at the heap after each collection: an object that nobody has
-// is finalized then.
+// watchHeap checks the heap after each collection. An unreachable object is finalized
+// then.
 func watchHeap(live func() uint64) {
 	runtime.SetFinalizer(new([16]byte), func(*[16]byte) {
 		if live() > smallHeap {
-			debug.SetGCPercent(100) // Go's own
+			debug.SetGCPercent(100) // Go's default
 			return
 		}
 		debug.SetGCPercent(lazyPercent)
@@ -40,7 +41,7 @@ func liveHeap() uint64 {
 	s := []metrics.Sample{{Name: "/gc/heap/live:bytes"}}
 	metrics.Read(s)
 	if s[0].Value.Kind() != metrics.KindUint64 {
-		return smallHeap + 1 // another version of Go: no reason to wait
+		return smallHeap + 1 // another version of Go: do not wait
 	}
 	return s[0].Value.Uint64()
 }

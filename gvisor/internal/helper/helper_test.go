@@ -30,8 +30,8 @@ func TestConsoleKeepsTheTail(t *testing.T) {
 	}
 }
 
-// TestBundle: what runsc reads is what was asked for, and the sandbox's kernel
-// is told its size.
+// TestBundle: runsc reads the requested settings, and the sandbox's kernel learns its
+// size.
 func TestBundle(t *testing.T) {
 	c := &gvisorctl.Create{ID: "x", RunDir: t.TempDir(), Platform: "systrap", Hostname: "box", Memory: 100 << 20, Disk: 5 << 20, VCPUs: 3}
 	bundle, err := writeBundle(c, newSpec(c, "/root.erofs"))
@@ -73,8 +73,8 @@ func TestBundle(t *testing.T) {
 	}
 }
 
-// TestLazyGC: there is no collection before a usual restore is over; then they are
-// rare, and once the heap has grown, garbage is collected as usual.
+// TestLazyGC: no collection happens before a usual restore is over. Then collections
+// are rare, and once the heap has grown, they are as frequent as usual.
 func TestLazyGC(t *testing.T) {
 	old := debug.SetGCPercent(100)
 	defer debug.SetGCPercent(old)
@@ -103,8 +103,8 @@ func TestLazyGC(t *testing.T) {
 	}
 }
 
-// TestRequests: what comes at the wrong time, or with the wrong files, is
-// refused, and the helper goes on.
+// TestRequests: requests at the wrong time, or with the wrong files, are refused, and
+// the helper goes on.
 func TestRequests(t *testing.T) {
 	ours, theirs, err := vmmctl.Pair()
 	if err != nil {
@@ -132,7 +132,8 @@ func TestRequests(t *testing.T) {
 			t.Errorf("%s: %+v, %v", tt.op, m, err)
 		}
 	}
-	// A parent that goes, and has asked for nothing else, takes it along.
+	// If the parent goes and the sandbox has no listening socket, the helper ends
+	// with it.
 	if err := a.Close(); err != nil {
 		t.Fatal(err)
 	}

@@ -11,18 +11,18 @@ import (
 )
 
 // loading is a restore that has begun and waits. gVisor reads a checkpoint in two
-// pieces: its kernel, and the list of pages, without which it runs no program and
-// copies no page. The list comes through a pipe: until it is written, the kernel
-// is read and stands still.
+// pieces: its kernel, and the list of pages. Without the list it runs no program and
+// copies no page. The list comes through a pipe. Until it is written, the kernel is
+// read and stands still.
 type loading struct {
 	list []byte
-	gate *os.File      // the pipe's end that the list is written to
+	gate *os.File      // the end of the pipe that the list is written to
 	done chan struct{} // closed when err is set
 	err  error         // of the restore
 }
 
-// hold begins a restore that reads the list from the pipe whose other end gate
-// is. When it has ended, nothing reads there.
+// hold begins a restore that reads the list from a pipe. gate is the other end of the
+// pipe. When the restore has ended, the pipe has no reader.
 func hold(list []byte, gate *os.File, restore func() error) *loading {
 	l := &loading{list: list, gate: gate, done: make(chan struct{})}
 	go func() {
@@ -38,12 +38,12 @@ func (l *loading) release() error {
 	err = errors.Join(err, l.gate.Close())
 	<-l.done
 	if l.err != nil {
-		return l.err // that it has not read the list says less
+		return l.err // it explains more than the failed write
 	}
 	return err
 }
 
-// abandon has the restore fail: the list ends before it has begun.
+// abandon makes the restore fail: the list ends before its first byte.
 func (l *loading) abandon() error {
 	err := l.gate.Close()
 	<-l.done
@@ -55,8 +55,8 @@ var (
 	errLoadedWired = errors.New("the network interface comes with the checkpoint, which was loaded before")
 )
 
-// load begins to restore a checkpoint. n is nil without a network interface, which
-// the sandbox cannot get any more then.
+// load begins to restore a checkpoint. n is nil without a network interface; the
+// sandbox cannot get one afterwards.
 func (s *sandboxed) load(f runFiles, n *gvisorctl.Network) (err error) {
 	files := f.first
 	s.mu.Lock()
@@ -80,7 +80,7 @@ func (s *sandboxed) load(f runFiles, n *gvisorctl.Network) (err error) {
 	if _, err := files[1].ReadAt(list, 0); err != nil && !errors.Is(err, io.EOF) {
 		return err
 	}
-	// These are open until runsc has opened them, which is after the request.
+	// These stay open until runsc has opened them, which happens after the request.
 	state, err := reopen(files[0])
 	if err != nil {
 		return err
@@ -117,7 +117,7 @@ func (s *sandboxed) load(f runFiles, n *gvisorctl.Network) (err error) {
 	return nil
 }
 
-// loaded reports whether a checkpoint was loaded and is not restored.
+// loaded reports whether a checkpoint was loaded and not restored so far.
 func (s *sandboxed) loaded() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -9,8 +9,8 @@ import (
 	"testing"
 )
 
-// TestHold: a restore that was begun gets the list of pages when it is released,
-// and an empty one when it is abandoned.
+// TestHold: a restore gets the list of pages when it is released, and an empty list
+// when it is abandoned.
 func TestHold(t *testing.T) {
 	list := bytes.Repeat([]byte("pages"), 100_000) // more than a pipe holds
 	var got []byte
@@ -35,7 +35,7 @@ func TestHold(t *testing.T) {
 	}
 }
 
-// TestHoldFails: a restore that has failed by itself says why when it is released.
+// TestHoldFails: release returns the reason of a restore that has failed by itself.
 func TestHoldFails(t *testing.T) {
 	failed := errors.New("no such checkpoint")
 	r, w, err := os.Pipe()
@@ -48,8 +48,8 @@ func TestHoldFails(t *testing.T) {
 	}
 }
 
-// TestLoadRefuses: what a sandbox that runs, or that has loaded a checkpoint,
-// cannot do.
+// TestLoadRefuses: a sandbox that runs, or that has loaded a checkpoint, cannot load
+// one.
 func TestLoadRefuses(t *testing.T) {
 	s := &sandboxed{running: true}
 	if err := s.load(runFiles{}, nil); !errors.Is(err, errRuns) {

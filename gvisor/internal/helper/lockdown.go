@@ -11,13 +11,14 @@ import (
 	"gvisor.dev/gvisor/pkg/seccomp"
 )
 
-// lockDown takes away from this process, for good, what it does not need once
-// its sandbox is made: capabilities but that to end the sandbox, whose kernel has
-// another user id, and all system calls but those for files, unix sockets and the
-// Go runtime. It starts no program any more, and traces none.
+// lockDown takes from this process, for good, the rights that it does not need once
+// its sandbox is made. It drops all capabilities except the one to kill the sandbox,
+// whose kernel has another user id. It forbids all system calls except those for
+// files, unix sockets and the Go runtime. The process can then start no program and
+// trace none.
 //
-// What else it tries fails. It is not killed for it: what runsc tries on its way
-// out must not take a sandbox along.
+// A forbidden call fails, but does not kill the process: calls that runsc tries while
+// it exits must not take a sandbox along.
 func lockDown(f *compiling) error {
 	if err := keepCapabilities(unix.CAP_KILL); err != nil {
 		return fmt.Errorf("drop capabilities: %w", err)
@@ -29,20 +30,20 @@ func lockDown(f *compiling) error {
 	if f.err != nil {
 		return fmt.Errorf("filter system calls: %w", f.err)
 	}
-	// The memory that it was compiled in, a megabyte, each sandbox would keep.
+	// Otherwise each sandbox would keep the memory of the compilation, a megabyte.
 	f.code = nil
 	go debug.FreeOSMemory()
 	return nil
 }
 
-// compiling is the filter while it is compiled, some milliseconds.
+// compiling is the filter while it is being compiled, which takes some milliseconds.
 type compiling struct {
-	done chan struct{} // closed when the rest is set
+	done chan struct{} // closed once the other fields are set
 	code []bpf.Instruction
 	err  error
 }
 
-// compile begins with it; the sandbox is made meanwhile.
+// compile starts the compilation. The sandbox is made meanwhile.
 func compile() *compiling {
 	f := &compiling{done: make(chan struct{})}
 	go func() {
@@ -52,7 +53,7 @@ func compile() *compiling {
 	return f
 }
 
-// keepCapabilities drops all but one, on all threads.
+// keepCapabilities drops all capabilities but one, on all threads.
 func keepCapabilities(one uint) error {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var data [2]unix.CapUserData
@@ -67,7 +68,7 @@ func keepCapabilities(one uint) error {
 	return nil
 }
 
-// threadFlags are those with which the Go runtime makes a thread.
+// threadFlags are the flags with which the Go runtime makes a thread.
 const threadFlags = unix.CLONE_VM | unix.CLONE_FS | unix.CLONE_FILES | unix.CLONE_SIGHAND |
 	unix.CLONE_SYSVSEM | unix.CLONE_THREAD | unix.CLONE_SETTLS
 
@@ -86,8 +87,8 @@ func lockdownFilter() *seccomp.Program {
 	}
 	return &seccomp.Program{
 		RuleSets: []seccomp.RuleSet{
-			// Its flags are in memory, out of a filter's sight. Without it, callers
-			// take clone.
+			// The flags of clone3 are in memory, which a filter cannot read. Without
+			// clone3, callers use clone.
 			{Rules: seccomp.MakeSyscallRules(map[uintptr]seccomp.SyscallRule{unix.SYS_CLONE3: seccomp.MatchAll{}}), Action: seccomp.ReturnError.Code(uint16(unix.ENOSYS))},
 			{Rules: seccomp.MakeSyscallRules(rules), Action: seccomp.Allow},
 		},
@@ -95,7 +96,7 @@ func lockdownFilter() *seccomp.Program {
 	}
 }
 
-// lockdownAllowed are the calls that are allowed whatever their arguments.
+// lockdownAllowed are the calls that are allowed with any arguments.
 var lockdownAllowed = []uintptr{
 	// Descriptors.
 	unix.SYS_READ, unix.SYS_WRITE, unix.SYS_READV, unix.SYS_WRITEV, unix.SYS_PREAD64, unix.SYS_PWRITE64,
@@ -104,7 +105,7 @@ var lockdownAllowed = []uintptr{
 	// Files: of the sandbox's folder, of checkpoints, of the sandbox's process.
 	unix.SYS_OPENAT, unix.SYS_NEWFSTATAT, unix.SYS_STATX, unix.SYS_FACCESSAT, unix.SYS_FACCESSAT2, unix.SYS_READLINKAT,
 	unix.SYS_GETDENTS64, unix.SYS_MKDIRAT, unix.SYS_SYMLINKAT, unix.SYS_UNLINKAT, unix.SYS_RENAMEAT, unix.SYS_RENAMEAT2,
-	// The window of shared memory through which a checkpoint that is streamed is asked for.
+	// The shared memory through which a streamed checkpoint is requested.
 	unix.SYS_MEMFD_CREATE,
 	// Unix sockets.
 	unix.SYS_CONNECT, unix.SYS_ACCEPT4, unix.SYS_SENDMSG, unix.SYS_RECVMSG, unix.SYS_SENDTO, unix.SYS_RECVFROM, unix.SYS_SHUTDOWN,

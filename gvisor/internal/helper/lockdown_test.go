@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lockedEnv has this program lock itself down and try things, in the folder that
-// it names.
+// lockedEnv names a folder in which this program is to lock itself down and try
+// calls.
 const lockedEnv = "AGENTRUN_TEST_LOCKED"
 
 func TestMain(m *testing.M) {
@@ -35,7 +35,7 @@ func TestLockDown(t *testing.T) {
 	}
 }
 
-// tryLocked tries what must fail, and what must not.
+// tryLocked tries calls that must fail, and calls that must not.
 func tryLocked(dir string) error {
 	victim := exec.Command("/bin/sleep", "1000")
 	if err := victim.Start(); err != nil {

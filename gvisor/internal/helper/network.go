@@ -15,15 +15,15 @@ import (
 // nic is the name of the interface inside, as in a microVM.
 const nic = "eth0"
 
-// maxSegment is how long a packet is that gVisor leaves to others to cut up, below
-// what the length field of IPv4 can say.
+// maxSegment is the size of the longest packet that gVisor leaves to others to cut
+// up. It fits into the length field of IPv4.
 const maxSegment = 1<<16 - 1
 
-// linksOf describes a loopback and an interface whose frames go to a wire, each
-// behind the header of package wire, which gVisor calls host GSO: long TCP segments
-// leave in one piece, their checksum to be completed. gVisor completes the
-// checksums of all else itself (with TXChecksumOffload it would leave those out and
-// not say so). Of what comes in it believes the checksums: it reads no header, and
+// linksOf describes a loopback and an interface whose frames go to a wire. Each frame
+// follows the header of package wire, which gVisor calls host GSO: long TCP segments
+// leave in one piece, with their checksum to be completed. gVisor completes all other
+// checksums itself. (With TXChecksumOffload it would leave them out without saying
+// so.) It trusts the checksums of incoming frames, because it reads no header, and
 // those of long segments are not complete.
 func linksOf(n *gvisorctl.Network, wire *os.File) *boot.CreateLinksAndRoutesArgs {
 	prefix := ipNet(n.Address.Masked())
@@ -36,8 +36,8 @@ func linksOf(n *gvisorctl.Network, wire *os.File) *boot.CreateLinksAndRoutesArgs
 			Routes:      []boot.Route{{Destination: prefix}},
 			NumChannels: 1, ProcessorsPerChannel: 1,
 			GSOMaxSize: maxSegment, RXChecksumOffload: true,
-			// Frames wait here, not in the system calls of programs, when the wire is
-			// full.
+			// When the wire is full, frames wait here and not in the system calls of
+			// programs.
 			QDisc: config.QDiscFIFO,
 		}},
 	}
@@ -63,10 +63,10 @@ func ipNet(p netip.Prefix) net.IPNet {
 	return net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
 }
 
-// startWired starts the sandbox with these links. runsc takes links from a
-// namespace of the host, or makes a loopback; to start a sandbox with others, the
-// kernel is told them first. The host's network is what runsc sets nothing up for:
-// the kernel's own configuration, which it was made with, has none.
+// startWired starts the sandbox with these links. runsc takes links from a namespace
+// of the host, or makes a loopback. To start a sandbox with other links, the helper
+// first tells the kernel about them. With the host's network runsc sets nothing up;
+// the configuration that the kernel was made with has no network.
 func (s *sandboxed) startWired(links *boot.CreateLinksAndRoutesArgs) error {
 	if err := s.tellLinks(links); err != nil {
 		return fmt.Errorf("make the network interface: %w", err)
@@ -76,7 +76,7 @@ func (s *sandboxed) startWired(links *boot.CreateLinksAndRoutesArgs) error {
 	return s.cont.Start(&conf)
 }
 
-// tellLinks says what links there will be when the sandbox starts.
+// tellLinks tells the kernel which links the sandbox will have when it starts.
 func (s *sandboxed) tellLinks(links *boot.CreateLinksAndRoutesArgs) error {
 	conn, err := s.connect()
 	if err != nil {

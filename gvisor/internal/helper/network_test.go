@@ -9,8 +9,8 @@ import (
 	"agentrun.dev/internal/engine/gvisorctl"
 )
 
-// TestLinks: what gVisor is told is what was asked for, and no more: segmentation
-// is left to others, and no checksum without saying so.
+// TestLinks: gVisor gets only the requested settings. Segmentation is left to others,
+// and no checksum is left out without saying so.
 func TestLinks(t *testing.T) {
 	n := &gvisorctl.Network{MAC: [6]byte{2, 0, 0, 0, 0, 1}, MTU: 1400, Address: netip.MustParsePrefix("10.0.2.15/24")}
 	links := linksOf(n, os.Stdin)
@@ -70,7 +70,7 @@ func TestTellApart(t *testing.T) {
 	}
 }
 
-// TestAgentArgs: they are part of a checkpoint.
+// TestAgentArgs: the arguments are part of a checkpoint, so they must stay the same.
 func TestAgentArgs(t *testing.T) {
 	c := &gvisorctl.Create{DNS: []netip.Addr{netip.MustParseAddr("9.9.9.9"), netip.MustParseAddr("10.0.2.3"), netip.MustParseAddr("fd00::1")}}
 	if got := agentArgs(c); !slices.Equal(got, []string{"init", "--enter-container", "--dns=9.9.9.9", "--dns=10.0.2.3", "--dns=fd00:0000:0000:0000:0000:0000:0000:0001"}) {

@@ -35,7 +35,7 @@ type sandboxed struct {
 	mu      sync.Mutex // one change of the sandbox's state at a time; protects all following fields
 	running bool       // started or restored
 	paused  bool
-	ahead   *loading     // nil but between load and restore
+	ahead   *loading     // set only between load and restore
 	control *urpc.Client // to gVisor's kernel; nil until it is needed
 	wire    *os.File     // the host's end of the wire; nil without one
 }
@@ -48,8 +48,8 @@ var (
 // channelFD is the agent's end of the channel, in the sandbox.
 const channelFD = 3
 
-// create makes a sandbox that waits to be started or restored. The caller is
-// locked to its thread, which must live as long as the sandbox: gVisor's kernel
+// create makes a sandbox that waits to be started or restored. The caller is locked
+// to its thread. The thread must live as long as the sandbox, because gVisor's kernel
 // is killed with it.
 func create(c *gvisorctl.Create, root, agent *os.File) (*sandboxed, error) {
 	conf, err := newConfig(c)
@@ -100,7 +100,7 @@ func (s *sandboxed) restore(ctx context.Context, f runFiles, n *gvisorctl.Networ
 		if l := s.ahead; l != nil {
 			s.ahead = nil
 			if n != nil {
-				_ = l.abandon() // that it fails is what was asked for
+				_ = l.abandon() // its failure is intended
 				return errLoadedWired
 			}
 			return l.release()
@@ -109,7 +109,7 @@ func (s *sandboxed) restore(ctx context.Context, f runFiles, n *gvisorctl.Networ
 		if err != nil {
 			return err
 		}
-		var links *boot.CreateLinksAndRoutesArgs // nil: those of the configuration, a loopback
+		var links *boot.CreateLinksAndRoutesArgs // nil: the links of the configuration, a loopback
 		if n != nil {
 			if links, err = s.relink(n, f.wire, f.host); err != nil {
 				return err
@@ -119,8 +119,8 @@ func (s *sandboxed) restore(ctx context.Context, f runFiles, n *gvisorctl.Networ
 	})
 }
 
-// relink is linksOf for a sandbox that is restored, whose host's end it keeps. The
-// caller holds s.mu.
+// relink is linksOf for a restored sandbox. It also keeps the host's end of the wire.
+// The caller holds s.mu.
 func (s *sandboxed) relink(n *gvisorctl.Network, wire, host *os.File) (*boot.CreateLinksAndRoutesArgs, error) {
 	if err := s.keepWire(host); err != nil {
 		return nil, err
@@ -130,8 +130,7 @@ func (s *sandboxed) relink(n *gvisorctl.Network, wire, host *os.File) (*boot.Cre
 	return links, nil
 }
 
-// keepWire keeps the host's end, for parents that come later. The caller holds
-// s.mu.
+// keepWire keeps the host's end for later parents. The caller holds s.mu.
 func (s *sandboxed) keepWire(host *os.File) (err error) {
 	s.wire, err = reopen(host)
 	return err
@@ -147,7 +146,7 @@ func (s *sandboxed) hostEnd() (*os.File, error) {
 	return reopen(s.wire)
 }
 
-// checkpointDir makes the folder in which runsc finds the files of a checkpoint by
+// checkpointDir makes the folder in which runsc finds the files of a checkpoint under
 // their names.
 func (s *sandboxed) checkpointDir(files []*os.File) (string, error) {
 	dir := filepath.Join(s.made.RunDir, "restore")
@@ -171,7 +170,7 @@ func (s *sandboxed) begin(ctx context.Context, run func() error) error {
 	}
 	epoch := make([]byte, 8)
 	_, _ = rand.Read(epoch) // it never fails: crypto/rand ends the process instead
-	// The message is there when the agent first looks.
+	// The message arrives before the agent first reads.
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	answered := make(chan error, 1)
@@ -227,7 +226,7 @@ func (s *sandboxed) pause() error {
 	if s.paused {
 		return nil
 	}
-	// Not by the container, which would write a file.
+	// The container is not asked, since it would write a file.
 	if err := s.tell(boot.ContMgrPause); err != nil {
 		return fmt.Errorf("pause: %w", err)
 	}
@@ -248,8 +247,8 @@ func (s *sandboxed) resume() error {
 	return nil
 }
 
-// checkpoint writes the sandbox to files and says how long that took: the sandbox
-// stands still meanwhile. One that was paused stays so. runsc would make the files
+// checkpoint writes the sandbox to files and returns how long that took. The sandbox
+// stands still meanwhile, and stays paused if it was. runsc would make the files
 // itself; these are the parent's, which seals them.
 func (s *sandboxed) checkpoint(files []*os.File) (time.Duration, error) {
 	s.mu.Lock()
@@ -286,16 +285,17 @@ func (s *sandboxed) wait() *gvisorctl.Exit {
 	return &gvisorctl.Exit{Reason: gvisorctl.ReasonKilled, Detail: fmt.Sprintf("killed by signal %d (%v)", status.Signal(), status.Signal())}
 }
 
-// destroy ends the sandbox and removes what runsc keeps of it.
+// destroy ends the sandbox and removes runsc's files.
 func (s *sandboxed) destroy() error {
 	s.mu.Lock()
 	l := s.ahead
 	s.ahead = nil
 	s.mu.Unlock()
 	if l != nil {
-		// runsc is not made for both at once. The kernel may not listen any more.
+		// runsc does not support both at once, and the kernel may not listen any
+		// more.
 		_ = unix.Kill(s.cont.SandboxPid(), unix.SIGKILL)
-		_ = l.abandon() // that it fails is what was asked for
+		_ = l.abandon() // its failure is intended
 	}
 	return errors.Join(s.host.Close(), s.cont.Destroy())
 }

@@ -1,6 +1,6 @@
-// Package helper is the process beside a sandbox on gVisor: it has the sandbox
-// made by runsc, holds the host's end of the channel to its agent, and does what
-// its parents ask for over control sockets.
+// Package helper is the process beside a sandbox on gVisor. It lets runsc make the
+// sandbox, holds the host's end of the channel to its agent, and serves the requests
+// of its parents over control sockets.
 package helper
 
 import (
@@ -20,25 +20,25 @@ import (
 	"gvisor.dev/gvisor/pkg/log"
 )
 
-// server is a sandbox and those who speak to it.
+// server is a sandbox with its parents.
 type server struct {
 	box     *sandboxed
 	console *console
-	creates chan func() // run by the main thread
+	creates chan func() // for the main thread to run
 	ended   chan struct{}
 	parents vmmctl.Parents
 
 	mu      sync.Mutex // protects all following fields
-	survive bool       // a parent that goes does not end the sandbox
-	stopped bool       // by request
+	survive bool       // the sandbox survives the end of a parent
+	stopped bool       // a parent has asked for it
 	exit    *gvisorctl.Exit
 }
 
-// Serve serves a control socket, which it takes over, until the sandbox has
-// ended.
+// Serve serves a control socket until the sandbox has ended. It takes over the
+// socket.
 func Serve(control int) error {
-	// gVisor's kernel is killed with the thread that has started it: this one,
-	// which is the main thread, since it is locked before any other runs.
+	// gVisor's kernel is killed with the thread that has started it. That is this
+	// thread, the main thread, since it is locked before any other runs.
 	runtime.LockOSThread()
 	log.SetTarget(log.GoogleEmitter{Writer: &log.Writer{Next: io.Discard}})
 	if err := limitOpenFiles(); err != nil {
@@ -56,7 +56,7 @@ func Serve(control int) error {
 		return err
 	}
 	s := &server{console: out, creates: make(chan func()), ended: make(chan struct{})}
-	s.parents.Add(conn.Conn) // nobody was before it
+	s.parents.Add(conn.Conn) // it is the first parent
 	go s.serve(conn)
 	for {
 		select {
@@ -68,10 +68,10 @@ func Serve(control int) error {
 	}
 }
 
-// maxFiles is how many descriptors this process, gVisor's kernel and its gofer
-// can have each: one for each stream to the sandbox, of which guestmux has 1024 at
-// most, and those of checkpoints and runsc's sockets. They inherit the host's
-// million otherwise.
+// maxFiles is the maximum number of descriptors of this process, gVisor's kernel and
+// its gofer, each. They need one for each stream to the sandbox, of which guestmux
+// has 1024 at most, and those for checkpoints and runsc's sockets. Without this limit
+// they would inherit the host's million.
 const maxFiles = 4096
 
 func limitOpenFiles() error {
@@ -80,13 +80,13 @@ func limitOpenFiles() error {
 		return err
 	}
 	most := min(now.Max, maxFiles)
-	// This one, not package unix's: it also keeps Go from giving the programs that
-	// are started the limit that this process began with.
+	// syscall is used here, not package unix, because it also keeps Go from restoring
+	// the original limit in started programs.
 	return syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Cur: most, Max: most})
 }
 
-// captureStdio makes what the sandbox's agent prints the console: runsc gives
-// sandboxes the standard descriptors of this process.
+// captureStdio makes the output of the sandbox's agent the console. runsc gives a
+// sandbox the standard descriptors of this process.
 func captureStdio() (*console, error) {
 	r, w, err := os.Pipe()
 	if err != nil {
@@ -98,7 +98,7 @@ func captureStdio() (*console, error) {
 	return out, nil
 }
 
-// end says that the sandbox has ended; the first reason counts.
+// end records that the sandbox has ended. The first reason counts.
 func (s *server) end(exit *gvisorctl.Exit) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -122,12 +122,13 @@ func (s *server) finish() error {
 	defer s.mu.Unlock()
 	s.exit.Console = s.console.bytes()
 	s.parents.Each(func(c *vmmctl.Conn) {
-		_ = gvisorctl.Conn{Conn: c}.Send(&gvisorctl.Message{Exit: s.exit}) // it may have gone
+		_ = gvisorctl.Conn{Conn: c}.Send(&gvisorctl.Message{Exit: s.exit}) // the parent may have gone
 	})
 	return err
 }
 
-// serve does what a parent asks for until it goes, and all of that is done.
+// serve serves the requests of a parent until it hangs up and all its requests are
+// done.
 func (s *server) serve(c gvisorctl.Conn) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var requests sync.WaitGroup
@@ -140,14 +141,14 @@ func (s *server) serve(c gvisorctl.Conn) {
 			reply := s.do(ctx, m, files)
 			reply.ID, reply.Reply = m.ID, true
 			for _, f := range files {
-				_ = f.Close() // what is kept was copied
+				_ = f.Close() // files that are kept were copied
 			}
 			var wire []*os.File
 			if reply.Wire != nil {
 				wire = append(wire, reply.Wire)
 			}
 			_ = c.Send(reply, wire...) // a parent that has gone is noticed by Receive
-			_ = reply.Wire.Close()     // the parent has its own; nil is refused
+			_ = reply.Wire.Close()     // the parent has its own copy; Close refuses nil
 		})
 	}
 	cancel()
@@ -162,7 +163,7 @@ func (s *server) serve(c gvisorctl.Conn) {
 	_ = c.Close()
 }
 
-// accept takes on parents that come later.
+// accept accepts later parents.
 func (s *server) accept(listener *os.File) {
 	for {
 		c, err := vmmctl.Accept(listener)
@@ -177,7 +178,7 @@ func (s *server) accept(listener *os.File) {
 	}
 }
 
-// do does one request.
+// do carries out one request.
 func (s *server) do(ctx context.Context, m *gvisorctl.Message, files []*os.File) *gvisorctl.Message {
 	reply := &gvisorctl.Message{}
 	if err := s.try(ctx, m, files, reply); err != nil {
@@ -256,7 +257,7 @@ func (s *server) try(ctx context.Context, m *gvisorctl.Message, files []*os.File
 	return newest(box, m, reply)
 }
 
-// errUnknown is what a helper says to a request of a later version of the protocol.
+// errUnknown is a helper's answer to a request of a later version of the protocol.
 func errUnknown(m *gvisorctl.Message) error { return fmt.Errorf("unknown request %q", m.Op) }
 
 // create makes the sandbox, on the main thread.
@@ -311,14 +312,15 @@ func (s *server) restore(ctx context.Context, m *gvisorctl.Message, files []*os.
 	return s.box.restore(ctx, f, m.Network)
 }
 
-// runFiles are those of a request that lets the sandbox run.
+// runFiles are the files of a request that lets the sandbox run.
 type runFiles struct {
 	first      []*os.File
-	wire, host *os.File // the sandbox's end of its wire, and the host's; nil without
-	listener   *os.File // nil without
+	wire, host *os.File // the sandbox's end of its wire, and the host's; nil without an interface
+	listener   *os.File // the listening socket; nil without one
 }
 
-// tellApart sorts the files of such a request, of which so many come first.
+// tellApart sorts the files of such a request. first is the number of files before the
+// wire and the listening socket.
 func tellApart(m *gvisorctl.Message, files []*os.File, first int) (f runFiles, err error) {
 	want := first
 	if m.Network != nil {
@@ -340,7 +342,7 @@ func tellApart(m *gvisorctl.Message, files []*os.File, first int) (f runFiles, e
 	return f, nil
 }
 
-// reopen is a copy of a descriptor that outlives the request.
+// reopen returns a copy of a descriptor that outlives the request.
 func reopen(f *os.File) (*os.File, error) {
 	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {

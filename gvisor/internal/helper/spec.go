@@ -15,18 +15,17 @@ import (
 	"gvisor.dev/gvisor/runsc/flag"
 )
 
-// newConfig is runsc's configuration: a network namespace of the host with
-// nothing in it (what the sandbox has is said when it starts), no cgroups of its
-// own (the engine has put this process into one), and nothing of the host changed.
-// Programs may have raw sockets, for ping: what leaves the sandbox is looked at
-// outside, whoever has made it.
+// newConfig is runsc's configuration: an empty network namespace of the host (the
+// interface is described when the sandbox starts), no cgroups of its own (the engine
+// has put this process into one), and no change of the host. Programs may have raw
+// sockets, for ping, because all packets are checked outside of the sandbox.
 func newConfig(c *gvisorctl.Create) (*config.Config, error) {
 	flags := flag.NewFlagSet("runsc", flag.ContinueOnError)
 	config.RegisterFlags(flags)
 	if err := flags.Parse([]string{
 		"--root=" + filepath.Join(c.RunDir, "state"), "--platform=" + c.Platform,
 		"--network=none", "--net-raw", "--ignore-cgroups", "--host-settings=ignore",
-		"--directfs=false", // no files of the host: a narrower filter
+		"--directfs=false", // no files of the host, which allows a narrower filter
 	}); err != nil {
 		return nil, fmt.Errorf("configure gVisor: %w", err)
 	}
@@ -37,7 +36,8 @@ func newConfig(c *gvisorctl.Create) (*config.Config, error) {
 	return conf, nil
 }
 
-// allCapabilities are those of root, in the sandbox: its kernel is gVisor's.
+// allCapabilities are the capabilities of root inside the sandbox, whose kernel is
+// gVisor's.
 var allCapabilities = []string{
 	"CAP_AUDIT_CONTROL", "CAP_AUDIT_READ", "CAP_AUDIT_WRITE", "CAP_BLOCK_SUSPEND", "CAP_CHOWN", "CAP_DAC_OVERRIDE",
 	"CAP_DAC_READ_SEARCH", "CAP_FOWNER", "CAP_FSETID", "CAP_IPC_LOCK", "CAP_IPC_OWNER", "CAP_KILL", "CAP_LEASE",
@@ -47,12 +47,12 @@ var allCapabilities = []string{
 	"CAP_SYS_PTRACE", "CAP_SYS_RAWIO", "CAP_SYS_RESOURCE", "CAP_SYS_TIME", "CAP_SYS_TTY_CONFIG", "CAP_WAKE_ALARM",
 }
 
-// newSpec describes the sandbox for runsc. What may differ between a sandbox
-// and its forks is the host name and where the root is; the size of the disk is
-// part of the checkpoint.
+// newSpec describes the sandbox for runsc. A sandbox and its forks may differ in the
+// host name and in the place of the root. The size of the disk is part of the
+// checkpoint.
 func newSpec(c *gvisorctl.Create, root string) *specs.Spec {
 	caps := allCapabilities
-	// A file system in memory may fill as much of it as in a microVM.
+	// A file system in memory may take as large a part of the memory as in a microVM.
 	part := func(of uint64, options ...string) []string {
 		return append(options, "size="+strconv.FormatUint(c.Memory/of, 10), "nosuid", "nodev")
 	}
@@ -96,9 +96,9 @@ func agentArgs(c *gvisorctl.Create) []string {
 	return args
 }
 
-// shapePrefix begins the name of the bundle's folder, which tells the sandbox's
-// kernel how large it is to seem: processors and memory. runsc would take that from
-// a cgroup that it has made; and the kernel may read no file of ours.
+// shapePrefix begins the name of the bundle's folder. The name tells the sandbox's
+// kernel how many processors and how much memory to show. runsc would take these from
+// a cgroup that it has made, and the kernel may not read any file of ours.
 const shapePrefix = "bundle@"
 
 func bundleDir(c *gvisorctl.Create) string {
@@ -121,8 +121,8 @@ func writeBundle(c *gvisorctl.Create, spec *specs.Spec) (string, error) {
 	return bundle, nil
 }
 
-// shapeOf finds the shape in the command line of a sandbox's kernel. Other
-// command lines, such as those of a plain runsc, have none.
+// shapeOf finds the shape in the command line of a sandbox's kernel. Other command
+// lines, such as those of a plain runsc, contain no shape.
 func shapeOf(args []string) (cpus int, memory uint64, ok bool) {
 	boot := slices.Index(args, "boot")
 	if boot < 0 {
@@ -137,15 +137,15 @@ func shapeOf(args []string) (cpus int, memory uint64, ok bool) {
 	return 0, 0, false
 }
 
-// IsOurs reports whether a command line is that of the kernel of one of the
-// helper's sandboxes, rather than a plain runsc's.
+// IsOurs reports whether a command line belongs to the kernel of one of the helper's
+// sandboxes, not to a plain runsc.
 func IsOurs(args []string) bool {
 	_, _, ok := shapeOf(args)
 	return ok
 }
 
-// BootArgs completes the command line of the kernel of one of the helper's
-// sandboxes with its shape. One that is complete stays as it is.
+// BootArgs adds the shape to the command line of the kernel of one of the helper's
+// sandboxes. A complete command line stays as it is.
 func BootArgs(args []string) []string {
 	cpus, memory, ok := shapeOf(args)
 	if !ok || slices.ContainsFunc(args, func(a string) bool { return strings.HasPrefix(a, "--cpu-num") }) {
@@ -156,7 +156,7 @@ func BootArgs(args []string) []string {
 	out = append(out, "--cpu-num="+strconv.Itoa(cpus), "--total-memory="+strconv.FormatUint(memory, 10))
 	for i := boot + 1; i < len(args); i++ {
 		if args[i] == "--total-memory" {
-			i++ // the host's, which is its value
+			i++ // skips its value, which is the host's memory
 			continue
 		}
 		out = append(out, args[i])

@@ -20,22 +20,23 @@ import (
 	"gvisor.dev/gvisor/runsc/boot"
 )
 
-// How the pages go to a pipe: pieces of the size that gVisor writes to files,
-// and enough of them under way that the next is there when one is written.
+// streamPiece is the size of the pieces in which the pages go to a pipe: that of
+// gVisor's writes to files. streamAhead is how many pieces are under way, enough that
+// the next is ready when one is written.
 const (
 	streamPiece = 256 << 10
 	streamAhead = 16
 )
 
 // stream writes the sandbox to three pipes, in the order of CheckpointFiles, and
-// says how long that took: the sandbox stands still meanwhile. One that was
-// paused stays so.
+// returns how long that took. The sandbox stands still meanwhile, and stays paused if
+// it was.
 //
-// gVisor's kernel writes the pages of a checkpoint at offsets, which a pipe does
-// not have. It can also have another process write them: one that serves the
-// files of a checkpoint over a socket and maps the kernel's memory (runsc's
-// checkpoint gofer). Here that is the helper. The two sockets are the ends of a
-// stream; the filter of this process does not let it make them.
+// gVisor's kernel writes the pages of a checkpoint at offsets, which a pipe does not
+// have. It can also let another process write them: one that serves the files of a
+// checkpoint over a socket and maps the kernel's memory (runsc's checkpoint gofer).
+// Here the helper is that process. The two sockets are the ends of a stream; the
+// filter of this process does not let it make them.
 func (s *sandboxed) stream(pipes []*os.File, sockets [2]*os.File) (took time.Duration, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -73,7 +74,7 @@ func (s *sandboxed) stream(pipes []*os.File, sockets [2]*os.File) (took time.Dur
 	return time.Since(begin), err
 }
 
-// takeSocket makes a socket of gVisor's package of a copy of a descriptor.
+// takeSocket makes a socket of gVisor's package from a copy of a descriptor.
 func takeSocket(f *os.File) (*unet.Socket, error) {
 	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
@@ -86,10 +87,10 @@ func takeSocket(f *os.File) (*unet.Socket, error) {
 	return s, nil
 }
 
-// checkpointFiles are the files that gVisor's kernel may write, each once.
+// checkpointFiles are the files that gVisor's kernel may write, each one once.
 type checkpointFiles struct {
 	mu    sync.Mutex // protects pipes
-	pipes []*os.File // in the order of CheckpointFiles; nil once it was opened
+	pipes []*os.File // in the order of CheckpointFiles; nil once opened
 }
 
 var errNoSuchFile = errors.New("no file of a checkpoint, or one that was written already")
@@ -107,8 +108,8 @@ func (c *checkpointFiles) OpenWrite(name string) (stateio.AsyncWriter, error) {
 	return stateio.NewIOWriter(f, streamPiece, streamPiece/hostarch.PageSize, streamAhead), nil
 }
 
-// OpenRead refuses: there is nothing to be read.
+// OpenRead refuses, because no file may be read.
 func (c *checkpointFiles) OpenRead(string) (stateio.AsyncReader, error) { return nil, errNoSuchFile }
 
-// Destroy does nothing: the pipes are the request's to close.
+// Destroy does nothing, because the request closes the pipes.
 func (c *checkpointFiles) Destroy() {}

@@ -12,16 +12,16 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// Forked is what Fork gave.
+// Forked is the result of Fork.
 type Forked struct {
-	// Errs has the outcome of each fork.
+	// Errs has the result of each fork.
 	Errs []error
-	// Live is what it cost a running source; nil if a snapshot was forked.
+	// Live is the cost to a running source; nil for forks of a snapshot.
 	Live *engine.LiveForkStats
 }
 
 // Fork makes sandboxes that continue from a snapshot, or from one instant of a
-// running sandbox. Each has its own outcome.
+// running sandbox. Each fork succeeds or fails separately.
 func (s *Store) Fork(ctx context.Context, from Name, names []Name, limits engine.Limits) (*Forked, error) {
 	out := &Forked{Errs: make([]error, len(names))}
 	var opts []engine.ForkOptions
@@ -55,8 +55,8 @@ func (s *Store) Fork(ctx context.Context, from Name, names []Name, limits engine
 	return out, nil
 }
 
-// forkFrom forks a snapshot or a running sandbox. The record says on which engine,
-// and which snapshot.
+// forkFrom forks a snapshot or a running sandbox. The record names the engine and
+// the snapshot.
 func (s *Store) forkFrom(ctx context.Context, from Name, opts []engine.ForkOptions) (out *engine.LiveFork, r record, err error) {
 	if dir := s.snapshotDir(from); exists(dir) {
 		snap, err := snapshot.Open(dir)
@@ -95,12 +95,13 @@ func (s *Store) forkFrom(ctx context.Context, from Name, opts []engine.ForkOptio
 	return out, record{Engine: old.Engine}, err
 }
 
-// make makes the folder of a new sandbox, which marks it as half made.
+// make makes the folder of a new sandbox. Until its record is written, the
+// sandbox counts as half made.
 func (s *Store) make(name Name) error {
 	if err := s.free(name); err != nil {
 		return err
 	}
-	if err := os.Mkdir(s.sandboxDir(name), 0o700); err != nil { // another fork may have been faster
+	if err := os.Mkdir(s.sandboxDir(name), 0o700); err != nil { // another fork may have taken the name meanwhile
 		return fmt.Errorf("fork: %w", err)
 	}
 	if err := os.Mkdir(s.machineDir(name, 0), 0o700); err != nil {

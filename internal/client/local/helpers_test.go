@@ -9,8 +9,8 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 )
 
-// TestEverySnapshot: all that a helper may be needed for is found: snapshots, what running
-// sandboxes come from, and hibernated ones.
+// TestEverySnapshot: everySnapshot finds all snapshots that may need a helper: snapshots,
+// the sources of running sandboxes, and hibernated sandboxes.
 func TestEverySnapshot(t *testing.T) {
 	dir := t.TempDir()
 	s, err := Open(dir, microvm.JailPolicy{})

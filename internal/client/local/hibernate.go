@@ -13,7 +13,7 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// Pause stops a sandbox's processors. It keeps its memory.
+// Pause stops a sandbox's vCPUs. Its memory stays.
 func (s *Store) Pause(ctx context.Context, name Name) (err error) {
 	r, err := s.record(name)
 	if err != nil {
@@ -34,9 +34,9 @@ func (s *Store) Pause(ctx context.Context, name Name) (err error) {
 	return s.write(name, r)
 }
 
-// Resume lets a sandbox go on that was paused or hibernated; one that runs is
-// left alone. A sandbox that wakes is still itself: its host name and machine
-// id stay, its clock is set and its random numbers are reseeded.
+// Resume lets a paused or hibernated sandbox continue; it does nothing to a
+// running one. A sandbox that wakes is the same sandbox: it keeps its host name
+// and machine id. Its clock is set and its random numbers are reseeded.
 func (s *Store) Resume(ctx context.Context, name Name) error {
 	r, err := s.record(name)
 	if err != nil || !r.Hibernated && !r.Paused {
@@ -49,8 +49,8 @@ func (s *Store) Resume(ctx context.Context, name Name) error {
 	return sb.Detach()
 }
 
-// Hibernate writes a sandbox to disk and frees its memory. It stands still from
-// the moment of the capture on, so nothing is lost when this is interrupted.
+// Hibernate writes a sandbox to disk and frees its memory. The sandbox stays
+// paused from the capture on, so an interrupted Hibernate loses nothing.
 func (s *Store) Hibernate(ctx context.Context, name Name) error {
 	r, err := s.record(name)
 	if err != nil || r.Hibernated {
@@ -61,7 +61,7 @@ func (s *Store) Hibernate(ctx context.Context, name Name) error {
 		return err
 	}
 	asleep := s.asleepDir(name, r.Life)
-	// Of an attempt that was interrupted.
+	// Leftovers of an interrupted attempt.
 	err = errors.Join(os.RemoveAll(asleep), snapshot.CleanTemp(s.sandboxDir(name)))
 	if err == nil {
 		err = sb.Pause(ctx)
@@ -82,11 +82,11 @@ func (s *Store) Hibernate(ctx context.Context, name Name) error {
 	return s.tidy()
 }
 
-// wake forks a sandbox from what was written when it was hibernated.
+// wake forks a sandbox from the snapshot that Hibernate wrote.
 func (s *Store) wake(ctx context.Context, name Name, r record) (_ engine.Sandbox, err error) {
 	asleep, machine := s.asleepDir(name, r.Life), s.machineDir(name, r.Life+1)
-	// Whoever was interrupted may have left a machine: the one that was
-	// captured, or one that woke and that nobody knows of.
+	// An interrupted process may have left a machine: the captured one, or one
+	// that was woken but is in no record.
 	for _, left := range []string{s.machineDir(name, r.Life), machine} {
 		if err := s.removeMachine(ctx, left); err != nil {
 			return nil, fmt.Errorf("resume %s: %w", name, err)
@@ -115,7 +115,7 @@ func (s *Store) wake(ctx context.Context, name Name, r record) (_ engine.Sandbox
 	if err := s.write(name, r); err != nil {
 		return nil, errors.Join(err, sb.Close())
 	}
-	if err := snapshot.Remove(asleep); err != nil { // its machine has links
+	if err := snapshot.Remove(asleep); err != nil { // its machine has links to the files
 		return nil, errors.Join(fmt.Errorf("resume %s: %w", name, err), sb.Detach())
 	}
 	return sb, nil
@@ -134,7 +134,7 @@ func (s *Store) write(name Name, r record) error {
 	return nil
 }
 
-// leave writes down what a new sandbox is, and lets it go.
+// leave writes the record of a new sandbox and detaches from it.
 func (s *Store) leave(sb engine.Sandbox, name Name, r record) error {
 	if err := s.write(name, r); err != nil {
 		return errors.Join(err, sb.Close())

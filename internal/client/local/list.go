@@ -19,23 +19,23 @@ import (
 type Entry struct {
 	Name Name   `json:"name"`
 	Kind string `json:"kind"` // KindSnapshot or KindSandbox
-	// Engine is what it runs on.
+	// Engine is the engine that it runs on.
 	Engine pick.Kind `json:"engine,omitempty"`
-	// Status is one of the Status constants, or what is wrong with it.
+	// Status is one of the Status constants, or a description of the problem.
 	Status  string    `json:"status"`
 	Created time.Time `json:"created,omitzero"`
 	// Snapshot is the id of the snapshot, or of the one the sandbox came from.
 	Snapshot string `json:"snapshot,omitempty"`
 	VCPUs    int    `json:"vcpus,omitempty"`
 	Memory   uint64 `json:"memory,omitempty"`
-	// Stored is the bytes of a snapshot's layers, Layers how many there are;
-	// snapshots of one family share most of them.
+	// Stored is the size of a snapshot's layers, Layers their number. Snapshots
+	// of one family share most of them.
 	Stored uint64 `json:"stored,omitempty"`
 	Layers int    `json:"layers,omitempty"`
-	// Unshared is what of it nobody else has: the bytes on disk that removing
-	// the snapshot or sandbox frees.
+	// Unshared is the disk space that only this entry uses. Removing the
+	// snapshot or sandbox frees it.
 	Unshared uint64 `json:"unshared,omitempty"`
-	// Own is the memory of a running sandbox alone.
+	// Own is the memory that only this running sandbox uses.
 	Own uint64 `json:"own,omitempty"`
 	PID int    `json:"pid,omitempty"`
 }
@@ -66,7 +66,7 @@ func (s *Store) List() ([]Entry, error) {
 		for _, d := range entries {
 			n, err := ParseName(d.Name())
 			if err != nil {
-				continue // temporary folders of snapshots in the making
+				continue // temporary folders of unfinished snapshots
 			}
 			e := kind.describe(n)
 			e.Name, e.Kind = n, kind.name
@@ -100,9 +100,10 @@ func describe(dir string) Entry {
 	return e
 }
 
-// unshared is what a folder has that nobody else has, as far as it can be seen.
+// unshared returns the disk space that only this folder uses, as far as it can
+// be read.
 func unshared(dir string) uint64 {
-	size, _ := new(snapshot.Usage).Add(dir) // it may be going away
+	size, _ := new(snapshot.Usage).Add(dir) // the folder may be disappearing
 	return size.Unshared
 }
 
@@ -147,11 +148,11 @@ func (s *Store) describeSandbox(n Name) Entry {
 	return e
 }
 
-// removeMachine ends what runs in a machine's folder. What it was made of says on
-// which engine.
+// removeMachine ends the machine in a folder. The snapshot that the machine comes
+// from names its engine.
 func (s *Store) removeMachine(ctx context.Context, dir string) error {
 	snap, err := snapshot.Open(folder.Folder(dir).From())
-	if err != nil { // nothing was started yet
+	if err != nil { // the machine was not started yet
 		return os.RemoveAll(dir)
 	}
 	e, err := s.engineOf(snap)
@@ -161,7 +162,7 @@ func (s *Store) removeMachine(ctx context.Context, dir string) error {
 	return e.Remove(ctx, dir)
 }
 
-// Remove ends a sandbox and forgets it, or deletes a snapshot.
+// Remove ends a sandbox and removes it, or deletes a snapshot.
 func (s *Store) Remove(ctx context.Context, name Name) error {
 	if exists(s.sandboxDir(name)) {
 		return s.Kill(ctx, name)
@@ -175,11 +176,11 @@ func (s *Store) Remove(ctx context.Context, name Name) error {
 	return fmt.Errorf("remove %s: %w", name, ErrNotFound)
 }
 
-// Kill ends a sandbox and forgets it.
+// Kill ends a sandbox and removes it.
 func (s *Store) Kill(ctx context.Context, name Name) error {
 	if dir := s.sandboxDir(name); exists(dir) {
-		// Without its record it is half made, whatever of it is left when this is
-		// interrupted. Such a one may have a machine.
+		// Without its record the sandbox counts as half made, even if this
+		// removal is interrupted. A half made sandbox may have a machine.
 		if err := os.Remove(filepath.Join(dir, recordName)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("remove sandbox %s: %w", name, err)
 		}
@@ -201,8 +202,8 @@ func (s *Store) Kill(ctx context.Context, name Name) error {
 	return fmt.Errorf("kill %s: %w", name, ErrNotFound)
 }
 
-// tidy frees the memory layers that no snapshot and no sandbox uses, and what
-// dead builders left.
+// tidy frees the memory layers that no snapshot and no sandbox uses, and
+// deletes the leftovers of dead builders.
 func (s *Store) tidy() error {
 	var folders, snapshots []string
 	for pattern, list := range map[string]*[]string{
@@ -216,14 +217,14 @@ func (s *Store) tidy() error {
 	}
 	errs := []error{snapshot.CleanTemp(filepath.Join(s.dir, "snapshots"))}
 	for _, kind := range pick.Kinds {
-		if e, err := s.engine(kind); err == nil { // one that cannot be opened has left nothing
+		if e, err := s.engine(kind); err == nil { // an engine that cannot be opened has left nothing behind
 			errs = append(errs, e.Keep(folders, snapshots), engine.KeepPrograms(e, s.everySnapshot))
 		}
 	}
 	return errors.Join(errs...)
 }
 
-// everySnapshot lists what sandboxes may be made of, or were.
+// everySnapshot lists the snapshots that sandboxes come from or may come from.
 func (s *Store) everySnapshot() (all []string, err error) {
 	for _, pattern := range []string{"snapshots/*", "sandboxes/*/machine-*/from", "sandboxes/*/image-*"} {
 		found, err := filepath.Glob(filepath.Join(s.dir, pattern))

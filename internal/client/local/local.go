@@ -1,14 +1,14 @@
-// Package local keeps the snapshots and sandboxes of one user on one machine,
-// in folders and without a daemon.
+// Package local keeps the snapshots and sandboxes of one user on one machine, in
+// folders and without a daemon.
 //
 //	<folder>/snapshots/<name>/            a snapshot (package snapshot)
-//	<folder>/sandboxes/<name>/machine-N/  where the engine finds it while it runs
-//	<folder>/sandboxes/<name>/image-N/    what it was when it was hibernated
-//	<folder>/sandboxes/<name>/sandbox.json  written last: which of them it is
+//	<folder>/sandboxes/<name>/machine-N/  the machine's folder, while the sandbox runs
+//	<folder>/sandboxes/<name>/image-N/    the snapshot of a hibernated sandbox
+//	<folder>/sandboxes/<name>/sandbox.json  the record, written last: names the present one
 //	<folder>/helpers/                     builds of gvisor-helper (package programs)
 //	<folder>/scratch/                     disks' writable layers, without names
 //
-// A sandbox does not need the snapshot it came from, nor the sandbox: either can
+// A sandbox and the snapshot that it comes from do not need each other: either can
 // be removed at any time.
 package local
 
@@ -41,8 +41,8 @@ type Name string
 
 var namePattern = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$`)
 
-// ParseName checks a name: it is a host name's label, since a sandbox's name
-// becomes its host name.
+// ParseName checks a name. It must be a label of a host name, because a
+// sandbox's name becomes its host name.
 func ParseName(s string) (Name, error) {
 	if !namePattern.MatchString(s) {
 		return "", fmt.Errorf("name %q: use 1 to 63 lower-case letters, digits and hyphens, with a letter or digit at both ends", s)
@@ -50,20 +50,20 @@ func ParseName(s string) (Name, error) {
 	return Name(s), nil
 }
 
-// ErrNotFound says that there is neither a snapshot nor a sandbox of a name.
+// ErrNotFound says that no snapshot or sandbox has this name.
 var ErrNotFound = errors.New("no such snapshot or sandbox")
 
-// Store is the folder and the engines that run its sandboxes.
+// Store is the folder, and the engines that run its sandboxes.
 type Store struct {
 	dir      string
-	resident string // where its memory layers are
+	resident string // the folder of its memory layers
 	policy   microvm.JailPolicy
 
 	mu     sync.Mutex // protects opened
 	opened map[pick.Kind]engine.Engine
 }
 
-// DefaultFolder is where a user's snapshots and sandboxes are.
+// DefaultFolder returns the folder of a user's snapshots and sandboxes.
 func DefaultFolder() (string, error) {
 	if dir := os.Getenv(EnvFolder); dir != "" {
 		return filepath.Abs(dir)
@@ -100,7 +100,8 @@ func Open(dir string, policy microvm.JailPolicy) (*Store, error) {
 	return &Store{dir: dir, resident: layer.ResidentFolder(dir), policy: policy, opened: map[pick.Kind]engine.Engine{}}, nil
 }
 
-// engine opens an engine when it is first needed: a machine need not have all.
+// engine opens an engine when it is first needed, because a machine may lack
+// some engines.
 func (s *Store) engine(kind pick.Kind) (engine.Engine, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -115,12 +116,12 @@ func (s *Store) engine(kind pick.Kind) (engine.Engine, error) {
 	return e, nil
 }
 
-// engineOf opens the engine that a snapshot is of.
+// engineOf opens the engine of a snapshot.
 func (s *Store) engineOf(snap *snapshot.Snapshot) (engine.Engine, error) {
 	return s.engineFor(snap.Manifest().Engine)
 }
 
-// engineFor opens an engine by the name that snapshots carry.
+// engineFor opens an engine by its name in snapshots.
 func (s *Store) engineFor(name string) (engine.Engine, error) {
 	kind, err := pick.Of(name)
 	if err != nil {
@@ -129,7 +130,7 @@ func (s *Store) engineFor(name string) (engine.Engine, error) {
 	return s.engine(kind)
 }
 
-// Close frees the store; sandboxes live on.
+// Close closes the store; its sandboxes keep running.
 func (s *Store) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -140,25 +141,25 @@ func (s *Store) Close() error {
 	return errors.Join(errs...)
 }
 
-// SnapshotFolder is where a snapshot is.
+// SnapshotFolder returns the folder of a snapshot.
 func (s *Store) SnapshotFolder(n Name) string { return s.snapshotDir(n) }
 
 func (s *Store) snapshotDir(n Name) string { return filepath.Join(s.dir, "snapshots", string(n)) }
 func (s *Store) sandboxDir(n Name) string  { return filepath.Join(s.dir, "sandboxes", string(n)) }
 
-// recordName is the file of a sandbox's folder that says what it is.
+// recordName is the file with a sandbox's record, in its folder.
 const recordName = "sandbox.json"
 
-// record is what sandbox.json holds.
+// record is the content of sandbox.json.
 type record struct {
 	Created  time.Time     `json:"created"`
 	Engine   pick.Kind     `json:"engine"`
-	Snapshot string        `json:"snapshot,omitempty"` // that it comes from
+	Snapshot string        `json:"snapshot,omitempty"` // the one that it comes from
 	Limits   engine.Limits `json:"limits"`
-	// Life counts the machines and images that it has had.
+	// Life counts the machines and snapshots that the sandbox has had.
 	Life uint64 `json:"life"`
-	// Paused: its processors stand still. Hibernated: it is an image, and has no
-	// machine.
+	// Paused says that its vCPUs are stopped. Hibernated says that it is a
+	// snapshot without a machine.
 	Paused     bool `json:"paused,omitempty"`
 	Hibernated bool `json:"hibernated,omitempty"`
 }
@@ -171,10 +172,10 @@ func (s *Store) asleepDir(n Name, life uint64) string {
 	return filepath.Join(s.sandboxDir(n), "image-"+strconv.FormatUint(life, 10))
 }
 
-// Boot boots a sandbox on an engine that has no name here and ends with this process.
-// A process that is killed leaves no files: what the engine stores for such a sandbox has
-// no names. What it leaves of cgroups and runtime folders, the engine of the next process
-// removes before it starts a sandbox.
+// Boot boots a sandbox on an engine. The sandbox has no name here and ends with this
+// process. If the process is killed, it leaves no files, because the engine stores such a
+// sandbox in files without names. The engine of the next process removes its cgroups and
+// runtime folders before it starts a sandbox.
 func (s *Store) Boot(ctx context.Context, kind pick.Kind, spec engine.Spec) (engine.Sandbox, error) {
 	e, err := s.engine(kind)
 	if err != nil {
@@ -183,8 +184,8 @@ func (s *Store) Boot(ctx context.Context, kind pick.Kind, spec engine.Spec) (eng
 	return e.Boot(ctx, spec)
 }
 
-// Template boots a sandbox on an engine, lets warm prepare it, and captures it
-// under a name.
+// Template boots a sandbox on an engine, calls warm to prepare it, and captures
+// it under a name.
 func (s *Store) Template(ctx context.Context, name Name, kind pick.Kind, spec engine.Spec, warm func(engine.Sandbox) error) (err error) {
 	if err := s.free(name); err != nil {
 		return err
@@ -200,15 +201,16 @@ func (s *Store) Template(ctx context.Context, name Name, kind pick.Kind, spec en
 	if err := sb.Settle(ctx); err != nil {
 		return err
 	}
-	// Forks need not be told that this session is gone, each for itself.
+	// The session ends here once, so that no fork has to learn by itself that
+	// it is gone.
 	if err := sb.Agent().Close(); err != nil {
 		return err
 	}
 	return s.capture(ctx, sb, s.snapshotDir(name))
 }
 
-// free reports whether a name can be given to a snapshot or sandbox: each names
-// one thing.
+// free returns an error if a snapshot or sandbox has the name already: a name
+// stands for only one of them.
 func (s *Store) free(name Name) error {
 	for kind, dir := range map[string]string{"snapshot": s.snapshotDir(name), "sandbox": s.sandboxDir(name)} {
 		if exists(dir) {
@@ -239,7 +241,7 @@ func (s *Store) Capture(ctx context.Context, from, name Name) (err error) {
 	return s.capture(ctx, sb, s.snapshotDir(name))
 }
 
-// Attach connects to a sandbox. One that is paused or hibernated goes on.
+// Attach connects to a sandbox. A paused or hibernated one continues.
 func (s *Store) Attach(ctx context.Context, name Name) (engine.Sandbox, error) {
 	r, err := s.record(name)
 	if err != nil {
@@ -264,7 +266,7 @@ func (s *Store) Attach(ctx context.Context, name Name) (engine.Sandbox, error) {
 	return sb, nil
 }
 
-// adopt connects to a sandbox that may stand still.
+// adopt connects to a sandbox that may be paused.
 func (s *Store) adopt(ctx context.Context, name Name, r record) (engine.Sandbox, error) {
 	e, err := s.engine(r.Engine)
 	if err != nil {
@@ -277,7 +279,7 @@ func (s *Store) adopt(ctx context.Context, name Name, r record) (engine.Sandbox,
 	return sb, nil
 }
 
-// record reads what a sandbox is.
+// record reads the record of a sandbox.
 func (s *Store) record(name Name) (r record, err error) {
 	b, err := os.ReadFile(filepath.Join(s.sandboxDir(name), recordName))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -295,7 +297,7 @@ func (s *Store) record(name Name) (r record, err error) {
 	return r, nil
 }
 
-// FreeNames makes up names for forks: the source's and a number.
+// FreeNames makes up unused names for forks: the source's name and a number.
 func (s *Store) FreeNames(from Name, count int) ([]Name, error) {
 	var names []Name
 	for i := 1; len(names) < count; i++ {

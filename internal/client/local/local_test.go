@@ -28,7 +28,7 @@ func TestParseName(t *testing.T) {
 	}
 }
 
-// store opens an empty store. The vmm program only has to be there.
+// store opens an empty store. The vmm program must exist, but is not run.
 func store(t *testing.T) *Store {
 	t.Helper()
 	folder := t.TempDir()
@@ -48,8 +48,9 @@ func store(t *testing.T) *Store {
 	return s
 }
 
-// TestLeftOvers: a sandbox that was left half made, or is of an earlier life of
-// the machine, or whose record is damaged, is shown as such and can be removed.
+// TestLeftOvers: a sandbox that is half made, whose machine ended with an
+// earlier boot of the host, or whose record is damaged, is listed as such and
+// can be removed.
 func TestLeftOvers(t *testing.T) {
 	s := store(t)
 	for name, tt := range map[Name]struct{ record, want string }{
@@ -94,8 +95,8 @@ func TestLeftOvers(t *testing.T) {
 	}
 }
 
-// TestInterruptedRemoval: a sandbox that is removed in part is never taken for one
-// that is whole or has ended: it is half made from the first moment on.
+// TestInterruptedRemoval: a partly removed sandbox never appears complete or
+// ended. It counts as half made from the start of the removal.
 func TestInterruptedRemoval(t *testing.T) {
 	s := store(t)
 	freeze(t, s, "of")
@@ -109,7 +110,7 @@ func TestInterruptedRemoval(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, recordName), []byte(`{"engine":"microvm"}`), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	// It does not answer, and nobody waits for that.
+	// The machine's process does not answer. The removal must not wait for it.
 	socket, err := vmmctl.Listen(folder.Folder(machine).Control())
 	if err != nil {
 		t.Fatal(err)

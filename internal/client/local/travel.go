@@ -41,15 +41,16 @@ func (s *Store) packed(name Name, do func(*snapshot.Snapshot) (v1.Hash, error)) 
 	return do(snap)
 }
 
-// Unpack makes a snapshot of what Pack has written. One that this host cannot
-// fork is refused, unless o.Accept is set to decide otherwise.
+// Unpack makes a snapshot from the output of Pack. It refuses a snapshot that
+// this host cannot fork, unless o.Accept decides otherwise.
 func (s *Store) Unpack(ctx context.Context, r io.ReaderAt, size int64, name Name, o pack.UnpackOptions) error {
 	return s.unpacked(name, o, func(o pack.UnpackOptions) (*snapshot.Snapshot, error) {
 		return pack.Read(ctx, r, size, s.snapshotDir(name), o)
 	})
 }
 
-// Pull makes a snapshot of what Push has put into a registry, likewise.
+// Pull makes a snapshot from a pack that Push has put into a registry, with the
+// same check.
 func (s *Store) Pull(ctx context.Context, ref image.Reference, name Name, at image.Registries, o pack.UnpackOptions) error {
 	return s.unpacked(name, o, func(o pack.UnpackOptions) (*snapshot.Snapshot, error) {
 		return pack.Pull(ctx, ref, s.snapshotDir(name), at, o)
@@ -60,7 +61,7 @@ func (s *Store) unpacked(name Name, o pack.UnpackOptions, do func(pack.UnpackOpt
 	if err := s.free(name); err != nil {
 		return err
 	}
-	if err := snapshot.CleanTemp(filepath.Join(s.dir, "snapshots")); err != nil { // what was killed before
+	if err := snapshot.CleanTemp(filepath.Join(s.dir, "snapshots")); err != nil { // leftovers of killed processes
 		return err
 	}
 	if o.Accept == nil {
@@ -86,7 +87,7 @@ func (s *Store) fits(m snapshot.Manifest) error {
 	return nil
 }
 
-// lend finds a snapshot with a layer.
+// lend finds a snapshot that has a layer.
 func (s *Store) lend(ref layer.Ref) *snapshot.Snapshot {
 	entries, err := os.ReadDir(filepath.Join(s.dir, "snapshots"))
 	if err != nil {
@@ -105,10 +106,10 @@ func (s *Store) lend(ref layer.Ref) *snapshot.Snapshot {
 			continue
 		}
 		if f, err := snap.OpenLayer(ref); err == nil {
-			_ = f.Close() // only looked for
+			_ = f.Close() // only its existence matters
 			return snap
 		}
-		_ = snap.Close() // only looked at
+		_ = snap.Close() // not used further
 	}
 	return nil
 }

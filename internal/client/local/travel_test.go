@@ -16,7 +16,7 @@ import (
 
 func anyHost(snapshot.Manifest) error { return nil }
 
-// freeze puts a snapshot into a store that no machine was in.
+// freeze puts a snapshot into a store without running a machine.
 func freeze(t *testing.T, s *Store, name Name) {
 	t.Helper()
 	snap, err := snapshot.Make(s.SnapshotFolder(name), func(b *snapshot.Builder) (*snapshot.Snapshot, error) {
@@ -55,12 +55,13 @@ func packOf(t *testing.T, s *Store, name Name) []byte {
 	return out.Bytes()
 }
 
-// TestUnpack: what comes from another store is there under its new name, shares
-// what is here already, and takes away what a killed process has left.
+// TestUnpack: a snapshot of another store appears under its new name and shares
+// the layers that exist already. Unpack removes the leftovers of a killed
+// process.
 func TestUnpack(t *testing.T) {
 	here, there := store(t), store(t)
 	freeze(t, here, "one")
-	freeze(t, here, "two") // another state, the same memory
+	freeze(t, here, "two") // with another state, but the same memory
 	snapshots := filepath.Dir(there.SnapshotFolder("x"))
 	left := filepath.Join(snapshots, ".tmp-snapshot-left")
 	if err := os.Mkdir(left, 0o700); err != nil {
@@ -96,8 +97,8 @@ func TestUnpack(t *testing.T) {
 	}
 }
 
-// TestUnpackRefuses: names that are taken, hosts that do not fit, and what is no
-// snapshot.
+// TestUnpackRefuses: names in use, hosts that do not fit, and files that are not
+// snapshots are refused.
 func TestUnpackRefuses(t *testing.T) {
 	s := store(t)
 	freeze(t, s, "one")
@@ -108,7 +109,8 @@ func TestUnpackRefuses(t *testing.T) {
 	if err := unpack("one", pack.UnpackOptions{Accept: anyHost}); err == nil || !strings.Contains(err.Error(), "is there already") {
 		t.Errorf("over another one: %v", err)
 	}
-	// No host has such a processor; one without KVM cannot tell.
+	// No host has this processor. A host without KVM cannot tell, and refuses,
+	// too.
 	if err := unpack("two", pack.UnpackOptions{}); err == nil || !strings.Contains(err.Error(), "this host cannot fork it") {
 		t.Errorf("of another processor: %v", err)
 	}

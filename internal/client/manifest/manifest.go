@@ -1,5 +1,5 @@
-// Package manifest reads the YAML in which people write AgentRun's objects. A
-// field that is not known is an error, and so is one that is not acted on.
+// Package manifest reads AgentRun's objects in YAML. An unknown field is an
+// error, and so is a field that has no effect.
 package manifest
 
 import (
@@ -17,7 +17,7 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Object is one document. One of the fields but Key is set.
+// Object is one document. Exactly one of the fields besides Key is set.
 type Object struct {
 	sandbox.Key
 	Template *sandbox.TemplateSpec
@@ -27,7 +27,7 @@ type Object struct {
 	Secret   sandbox.SecretData
 }
 
-// Kind is how people call it.
+// Kind returns the name of its kind, as in YAML.
 func (o Object) Kind() string {
 	switch {
 	case o.Template != nil:
@@ -42,7 +42,7 @@ func (o Object) Kind() string {
 	return v1alpha1.KindSandboxFork
 }
 
-// Bounds of what is read.
+// Bounds of a manifest.
 const (
 	maxBytes   = 4 << 20
 	maxObjects = 1000
@@ -80,7 +80,7 @@ func Read(r io.Reader, namespace sandbox.Namespace) ([]Object, error) {
 	}
 }
 
-// empty reports whether a document has nothing but comments.
+// empty reports whether a document contains only comments.
 func empty(doc []byte) bool {
 	for line := range bytes.Lines(doc) {
 		if line = bytes.TrimSpace(line); len(line) > 0 && line[0] != '#' && string(line) != "---" {

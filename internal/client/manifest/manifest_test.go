@@ -90,7 +90,8 @@ func TestRead(t *testing.T) {
 	}
 }
 
-// TestRefuses: what is not known or not acted on is an error that names it.
+// TestRefuses: a field that is unknown or has no effect is an error that names
+// the field.
 func TestRefuses(t *testing.T) {
 	doc := func(kind, spec string) string {
 		return "apiVersion: agentrun.dev/v1alpha1\nkind: " + kind + "\nmetadata: {name: x}\nspec: " + spec + "\n"

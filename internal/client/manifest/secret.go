@@ -8,7 +8,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// kindSecret is the one kind of Kubernetes' own, apiVersion v1.
+// kindSecret is the only kind that comes from Kubernetes, with apiVersion v1.
 const kindSecret = "Secret"
 
 // secret is a v1 Secret.
@@ -33,7 +33,7 @@ func readSecret(o *Object, doc []byte) error {
 	for key, value := range s.Data {
 		o.Secret[key] = value
 	}
-	for key, value := range s.StringData { // they go before, as in Kubernetes
+	for key, value := range s.StringData { // these take precedence, as in Kubernetes
 		o.Secret[key] = []byte(value)
 	}
 	if len(o.Secret) == 0 {

@@ -51,7 +51,7 @@ func TestReadSecrets(t *testing.T) {
 	}
 }
 
-// TestRefusesSecrets: errors name what is wrong, and never show a value.
+// TestRefusesSecrets: errors name the problem, and never contain a value.
 func TestRefusesSecrets(t *testing.T) {
 	const canary = "c2stbGl2ZS1jYW5hcnk"
 	secret := func(rest string) string { return "apiVersion: v1\nkind: Secret\nmetadata: {name: s}\n" + rest }

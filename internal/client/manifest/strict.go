@@ -15,15 +15,16 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Unmarshal decodes one YAML document. A field that T does not have is an error, and
-// errors name the place in the document, such as spec.volumes[1].readOnly.
+// Unmarshal decodes one YAML document. A field that T lacks is an error. Errors name
+// the position in the document, such as spec.volumes[1].readOnly.
 func Unmarshal[T any](doc []byte) (v T, err error) {
 	err = yaml.UnmarshalStrict(doc, &v)
 	if err == nil {
 		return v, nil
 	}
-	// The decoder knows neither the place nor the other fields, so the document is gone
-	// through once more for those. What it was refused for stays the decoder's decision.
+	// The decoder's error has neither the position nor the known fields. So the document
+	// is compared with the type once more to find them. Only the decoder decides whether
+	// the document is valid.
 	var tree any
 	if yaml.Unmarshal(doc, &tree) != nil {
 		return v, plain(err)
@@ -36,7 +37,8 @@ func Unmarshal[T any](doc []byte) (v T, err error) {
 	return v, errors.New(strings.Join(e.problems, "; "))
 }
 
-// plain is an error of the YAML library without the words about its own steps.
+// plain returns an error of the YAML library without its words about its own
+// steps.
 func plain(err error) error {
 	text := strings.Join(strings.Fields(err.Error()), " ")
 	for _, step := range []string{"error converting YAML to JSON: ", "error unmarshaling JSON: while decoding JSON: ", "yaml: unmarshal errors: ", "yaml: "} {
@@ -45,10 +47,10 @@ func plain(err error) error {
 	return errors.New(text)
 }
 
-// maxProblems bounds how many problems of one document are told.
+// maxProblems bounds how many problems of one document are reported.
 const maxProblems = 5
 
-// explanation says where a document differs from a type.
+// explanation lists the differences between a document and a type.
 type explanation struct{ problems []string }
 
 func (e *explanation) addf(path, format string, args ...any) {
@@ -60,13 +62,13 @@ func (e *explanation) addf(path, format string, args ...any) {
 	}
 }
 
-// compare notes how the value at a path differs from a type. The depth is that of the
-// document, which the YAML library bounds.
+// compare notes how the value at a path differs from a type. Its recursion is as deep
+// as the document, whose depth the YAML library bounds.
 func (e *explanation) compare(t reflect.Type, value any, path string) {
 	for t.Kind() == reflect.Pointer {
 		t = t.Elem()
 	}
-	if value == nil { // as if it was not there
+	if value == nil { // null counts as missing
 		return
 	}
 	if p := reflect.PointerTo(t); p.Implements(reflect.TypeFor[json.Unmarshaler]()) || p.Implements(reflect.TypeFor[encoding.TextUnmarshaler]()) {
@@ -118,8 +120,8 @@ func (e *explanation) compareStruct(t reflect.Type, value any, path string) {
 	}
 }
 
-// compareScalar compares what is neither a list nor has fields. Text also takes numbers
-// and truth values, as the YAML library does.
+// compareScalar compares a value that is neither a list nor has fields. A field of text
+// also accepts numbers, true and false, as in the YAML library.
 func (e *explanation) compareScalar(t reflect.Type, value any, path string) {
 	var want string
 	var fits bool
@@ -150,7 +152,7 @@ func (e *explanation) compareScalar(t reflect.Type, value any, path string) {
 	}
 }
 
-// decode has a type that reads itself say what is wrong.
+// decode lets a type with its own decoder report the problem.
 func (e *explanation) decode(t reflect.Type, value any, path string) {
 	b, err := json.Marshal(value)
 	if err == nil {
@@ -165,8 +167,8 @@ func (e *explanation) decode(t reflect.Type, value any, path string) {
 	}
 }
 
-// kindOf is what a person calls a value of a document. It never has the value itself,
-// which may be a secret.
+// kindOf names the kind of a value in words for users. It never returns the value
+// itself, which may be a secret.
 func kindOf(value any) string {
 	switch value.(type) {
 	case map[string]any:
@@ -181,13 +183,13 @@ func kindOf(value any) string {
 	return "a number"
 }
 
-// field is one that a type has.
+// field is a field of a type.
 type field struct {
 	name string
 	typ  reflect.Type
 }
 
-// fieldsOf lists the fields of a struct as documents name them, in their order.
+// fieldsOf lists the fields of a struct by their names in documents, in order.
 func fieldsOf(t reflect.Type) (all []field) {
 	for f := range t.Fields() {
 		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
@@ -204,7 +206,7 @@ func fieldsOf(t reflect.Type) (all []field) {
 	return all
 }
 
-// simple is a name that needs no quotes in a path.
+// simple matches a name that needs no quotes in a path.
 var simple = regexp.MustCompile(`^[A-Za-z0-9_-]{1,64}$`)
 
 func join(path, name string) string {
@@ -217,7 +219,7 @@ func join(path, name string) string {
 	return path + "." + name
 }
 
-// suggest says which field was meant, or which ones there are.
+// suggest names the field that was probably meant, or else the existing fields.
 func suggest(name string, known []field) string {
 	names := make([]string, 0, len(known))
 	best, least := "", 1+len(name)/3
@@ -236,8 +238,9 @@ func suggest(name string, known []field) string {
 	return "there are " + strings.Join(names, ", ")
 }
 
-// distance is how many letters must be put in, left out, replaced or swapped with the
-// next to get from one word to the other; anything above most if there are more.
+// distance is the number of letters that must be inserted, deleted, replaced or
+// swapped with the next one to turn one word into the other. Above most it returns
+// any number above most.
 func distance(a, b string, most int) int {
 	if d := len(a) - len(b); d > most || -d > most {
 		return most + 1

@@ -7,8 +7,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// TestPlaces: what is wrong in a document is told with its place, and an unknown field
-// with the known one that it is near to.
+// TestPlaces: an error names the position of the problem in the document, and for an
+// unknown field the known field that is most similar.
 func TestPlaces(t *testing.T) {
 	doc := func(kind, spec string) string {
 		return "apiVersion: agentrun.dev/v1alpha1\nkind: " + kind + "\nmetadata: {name: x}\nspec: " + spec + "\n"

@@ -1,4 +1,4 @@
-// Package converttest is for tests only: it shows that a conversion and its inverse
+// Package converttest is for tests: it checks that a conversion and its inverse
 // carry every field.
 package converttest
 
@@ -16,20 +16,21 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Pair is a conversion and its inverse. T is of the vocabulary, A of an API.
+// Pair is a conversion and its inverse. T is a type of the vocabulary, A one of
+// an API.
 type Pair[T, A any] struct {
 	From func(T) A
 	To   func(A) (T, error)
-	// Left are the fields of T that A does not have, and Added those of A that From
-	// does not set, each by its path, with the reason. A field's own fields are left
-	// with it.
+	// Left lists the fields of T that A lacks, and Added those of A that From does
+	// not set, each by its path and with a reason. A listed field stands for its own
+	// fields, too.
 	Left, Added map[string]string
-	// Change makes the object, all of whose fields were given values, possible.
+	// Change makes the object valid after every field has got a value.
 	Change func(*T)
 }
 
-// Check converts an object, each of whose fields has a value of its own, there and
-// back.
+// Check gives each field of an object its own value, and converts the object in
+// both directions.
 func (p Pair[T, A]) Check(t *testing.T) {
 	t.Helper()
 	var given T
@@ -56,7 +57,8 @@ func (p Pair[T, A]) Check(t *testing.T) {
 	}
 }
 
-// listed are fields, and whether they were met: not yet.
+// listed returns a map of the fields; a value becomes true when its field is
+// met.
 func listed(t *testing.T, fields map[string]string) map[string]bool {
 	t.Helper()
 	out := map[string]bool{}
@@ -69,7 +71,7 @@ func listed(t *testing.T, fields map[string]string) map[string]bool {
 	return out
 }
 
-// leaf reports whether a value has no fields that are looked at.
+// leaf reports whether a value is compared as a whole, not field by field.
 func leaf(v reflect.Value) bool {
 	if _, isText := v.Interface().(encoding.TextMarshaler); isText { // times and rules
 		return true
@@ -77,8 +79,8 @@ func leaf(v reflect.Value) bool {
 	return v.Kind() != reflect.Struct || !strings.HasPrefix(v.Type().PkgPath(), "agentrun.dev/")
 }
 
-// compare compares field by field. The paths of embedded structs are those of
-// their fields.
+// compare compares field by field. The path of an embedded struct's field omits
+// the struct's name.
 func compare(t *testing.T, name, path string, left map[string]bool, a, b reflect.Value) {
 	t.Helper()
 	if _, ok := left[path]; ok {
@@ -118,7 +120,7 @@ func equal(a, b reflect.Value) bool {
 	return reflect.DeepEqual(a.Interface(), b.Interface())
 }
 
-// set sees to it that every field of an API's form has a value.
+// set checks that every field of an API's form has a value.
 func set(t *testing.T, name, path string, added map[string]bool, v reflect.Value) {
 	t.Helper()
 	if _, ok := added[path]; ok {
@@ -150,7 +152,7 @@ func set(t *testing.T, name, path string, added map[string]bool, v reflect.Value
 
 func join(path, name string) string { return strings.TrimPrefix(path+"."+name, ".") }
 
-// words are values of the types that have only some.
+// words are valid values of the types that allow only some values.
 var words = map[reflect.Type]string{
 	reflect.TypeFor[sandbox.Phase]():         string(sandbox.PhaseReady),
 	reflect.TypeFor[sandbox.Stage]():         string(sandbox.AfterReady),
@@ -163,7 +165,8 @@ var words = map[reflect.Type]string{
 	reflect.TypeFor[policy.Egress]():         string(policy.AllowByDefault),
 }
 
-// fill gives every field a value that no other has, as far as its type has so many.
+// fill gives every field a value that no other field has, if its type has enough
+// values.
 func fill(v reflect.Value, path string, n *int) {
 	*n++
 	switch v.Interface().(type) {
@@ -230,7 +233,7 @@ func fill(v reflect.Value, path string, n *int) {
 	}
 }
 
-// Same is a list of fields that are left, or added, for one reason.
+// Same lists fields that are left or added for the same reason.
 func Same(reason string, paths ...string) map[string]string {
 	out := map[string]string{}
 	for _, p := range paths {
@@ -239,7 +242,7 @@ func Same(reason string, paths ...string) map[string]string {
 	return out
 }
 
-// Both joins such lists.
+// Both joins these lists.
 func Both(lists ...map[string]string) map[string]string {
 	out := map[string]string{}
 	for _, l := range lists {

@@ -2,26 +2,27 @@ package converttest
 
 import "agentrun.dev/internal/sandbox"
 
-// Template is what APIs show of a template at once.
+// Template is a template with its builds, as APIs show it.
 type Template struct {
 	sandbox.Template
 	Builds []sandbox.Build
 }
 
-// Built makes the builds those of the template.
+// Built sets the template and the revision of the builds.
 func (t *Template) Built() {
 	for i := range t.Builds {
 		t.Builds[i].Template, t.Builds[i].Revision = t.Key, t.Revision
 	}
 }
 
-// Pool is what APIs show of a pool at once.
+// Pool is a pool with its status, as APIs show it.
 type Pool struct {
 	sandbox.Pool
 	Status sandbox.PoolStatus
 }
 
-// What APIs leave out, but for what one of them has no field for.
+// These fields are in no API. An API can lack further ones, which its test
+// adds.
 var (
 	LeftOfTemplate = Same(ofNode, "Builds.ResourceVersion", "Builds.Snapshot", "Builds.Spec", "Builds.Env", "Builds.Workdir", "Builds.User", "Builds.Lineage", "Builds.TrustedCA", "Builds.Kept", "Builds.Pulled", "Builds.Outdated", "Builds.Fetch", "Image")
 
@@ -48,7 +49,7 @@ const (
 	ofSandbox = "whoever wants to know looks at the sandbox"
 )
 
-// Sure is the inverse of a conversion that cannot fail.
+// Sure adds a nil error to a conversion that cannot fail.
 func Sure[A, T any](to func(A) T) func(A) (T, error) {
 	return func(a A) (T, error) { return to(a), nil }
 }

@@ -6,7 +6,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// FromNamespaceCA shows what anybody may know of a CA.
+// FromNamespaceCA converts the public part of a CA.
 func FromNamespaceCA(c sandbox.NamespaceCA) *nodev1.NamespaceCA {
 	return &nodev1.NamespaceCA{
 		Namespace: string(c.Namespace), Certificate: c.Certificate, Fingerprint: c.Fingerprint, Subject: c.Subject, Names: c.Names,
@@ -14,7 +14,7 @@ func FromNamespaceCA(c sandbox.NamespaceCA) *nodev1.NamespaceCA {
 	}
 }
 
-// ToNamespaceCA reads what is known of a CA.
+// ToNamespaceCA reads the public part of a CA.
 func ToNamespaceCA(g *nodev1.NamespaceCA) (sandbox.NamespaceCA, error) {
 	var r convert.Reader
 	return sandbox.NamespaceCA{
@@ -23,12 +23,13 @@ func ToNamespaceCA(g *nodev1.NamespaceCA) (sandbox.NamespaceCA, error) {
 	}, r.Err()
 }
 
-// FromCASpec is for SetNamespaceCA. The caller adds the namespace.
+// FromCASpec makes the request of SetNamespaceCA. The caller adds the
+// namespace.
 func FromCASpec(s sandbox.CASpec) *nodev1.SetNamespaceCARequest {
 	return &nodev1.SetNamespaceCARequest{Names: s.Names, Certificate: s.Certificate, Key: string(s.Key)}
 }
 
-// ToCASpec reads which CA a namespace is to have.
+// ToCASpec reads the CA that a namespace shall have.
 func ToCASpec(g *nodev1.SetNamespaceCARequest) sandbox.CASpec {
 	return sandbox.CASpec{Names: g.GetNames(), Certificate: g.GetCertificate(), Key: sandbox.CAKey(g.GetKey())}
 }

@@ -3,6 +3,7 @@
 package nodeconv
 
 import (
+	"strings"
 	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
@@ -12,14 +13,15 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// What enumerations are in package sandbox. What is not there is unspecified.
+// These maps give the API's value for each value of an enumeration in package
+// sandbox. Other values become unspecified.
 var (
 	phases = map[sandbox.Phase]nodev1.Phase{
 		sandbox.PhasePending: nodev1.Phase_PHASE_PENDING, sandbox.PhaseBuilding: nodev1.Phase_PHASE_BUILDING,
 		sandbox.PhaseReady: nodev1.Phase_PHASE_READY, sandbox.PhaseFailed: nodev1.Phase_PHASE_FAILED,
 	}
 	stages = map[sandbox.Stage]nodev1.Stage{sandbox.AfterInit: nodev1.Stage_STAGE_INIT, sandbox.AfterReady: nodev1.Stage_STAGE_READY}
-	states = map[sandbox.State]nodev1.SandboxState{ // one that is starting is not told of
+	states = map[sandbox.State]nodev1.SandboxState{ // the API does not show a starting sandbox
 		sandbox.Running: nodev1.SandboxState_SANDBOX_STATE_RUNNING, sandbox.Paused: nodev1.SandboxState_SANDBOX_STATE_PAUSED,
 		sandbox.Hibernating: nodev1.SandboxState_SANDBOX_STATE_HIBERNATING, sandbox.Hibernated: nodev1.SandboxState_SANDBOX_STATE_HIBERNATED,
 		sandbox.Resuming: nodev1.SandboxState_SANDBOX_STATE_RESUMING, sandbox.Ended: nodev1.SandboxState_SANDBOX_STATE_ENDED,
@@ -36,7 +38,7 @@ var (
 	}
 )
 
-// inverse looks a value of one of the maps above up.
+// inverse looks up the key of a value in one of these maps.
 func inverse[S ~string, N comparable](all map[S]N, given N) S {
 	for s, n := range all {
 		if n == given {
@@ -46,7 +48,7 @@ func inverse[S ~string, N comparable](all map[S]N, given N) S {
 	return ""
 }
 
-// fromTime leaves out a time that is not known.
+// fromTime omits an unknown time.
 func fromTime(t time.Time) *timestamppb.Timestamp {
 	if t.IsZero() {
 		return nil
@@ -54,7 +56,7 @@ func fromTime(t time.Time) *timestamppb.Timestamp {
 	return timestamppb.New(t)
 }
 
-// toTime is zero for a time that is not known.
+// toTime returns the zero time for a missing one.
 func toTime(t *timestamppb.Timestamp) time.Time {
 	if t == nil {
 		return time.Time{}
@@ -62,13 +64,18 @@ func toTime(t *timestamppb.Timestamp) time.Time {
 	return t.AsTime()
 }
 
-// ToExpiry reads an end time; missing is none.
+// ToExpiry reads the time at which a sandbox ends. A missing time is zero: the
+// sandbox does not end by itself.
 func ToExpiry(field string, t *timestamppb.Timestamp) (time.Time, error) {
 	if t != nil && (t.CheckValid() != nil || t.AsTime().IsZero()) {
 		return time.Time{}, sandbox.Invalid(field, "it is no time of the years 1 to 9999")
 	}
 	return toTime(t), nil
 }
+
+// text is what somebody has said who need not have said text, as JSON has it: a message of gRPC
+// with anything else is not sent at all.
+func text(s string) string { return strings.ToValidUTF8(s, "\uFFFD") }
 
 // fromDuration leaves out what is 0.
 func fromDuration(d time.Duration) *durationpb.Duration {
@@ -78,13 +85,13 @@ func fromDuration(d time.Duration) *durationpb.Duration {
 	return durationpb.New(d)
 }
 
-// ToDuration reads a duration of a field; one that is missing is 0.
+// ToDuration reads a field with a duration; a missing one is 0.
 func ToDuration(field string, d *durationpb.Duration) (time.Duration, error) {
 	if d == nil {
 		return 0, nil
 	}
 	got := d.AsDuration()
-	// AsDuration gives the closest that a time.Duration can be.
+	// AsDuration returns the closest value that a time.Duration can have.
 	if d.CheckValid() != nil || got < 0 || durationpb.New(got).Seconds != d.Seconds {
 		return 0, sandbox.Invalid(field, "it is negative, or longer than can be")
 	}

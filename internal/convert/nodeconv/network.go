@@ -11,12 +11,13 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// FromOwnPolicy is for SetNetworkPolicy. The caller adds namespace and name.
+// FromOwnPolicy makes the request of SetNetworkPolicy. The caller adds
+// namespace and name.
 func FromOwnPolicy(p *policy.Policy) *nodev1.SetNetworkPolicyRequest {
 	return &nodev1.SetNetworkPolicyRequest{Policy: fromPolicy(p)}
 }
 
-// ToOwnPolicy reads what a sandbox may connect to; nil is a policy that is missing.
+// ToOwnPolicy reads the network policy of a sandbox; nil if it is missing.
 func ToOwnPolicy(g *nodev1.SetNetworkPolicyRequest) (*policy.Policy, error) {
 	var r convert.Reader
 	return toPolicy(&r, "policy", g.GetPolicy()), r.Err()
@@ -52,14 +53,15 @@ func toPolicies(r *convert.Reader, given []*nodev1.NetworkPolicy) (out policy.Se
 	return out
 }
 
-// FromTrafficRequest is for GetNetworkLog.
+// FromTrafficRequest makes the request of GetNetworkLog.
 func FromTrafficRequest(r sandbox.TrafficRequest) *nodev1.GetNetworkLogRequest {
 	return &nodev1.GetNetworkLogRequest{
 		Namespace: string(r.Namespace), Name: string(r.Name), From: r.From, Limit: uint32(r.Max), Wait: durationpb.New(r.Wait), Open: r.Open,
 	}
 }
 
-// ToTrafficRequest reads which part of a log is asked for; no limit is the usual one.
+// ToTrafficRequest reads which part of a log is requested. Without a limit the
+// default applies.
 func ToTrafficRequest(g *nodev1.GetNetworkLogRequest) (sandbox.TrafficRequest, error) {
 	var r convert.Reader
 	out := sandbox.TrafficRequest{
@@ -69,7 +71,7 @@ func ToTrafficRequest(g *nodev1.GetNetworkLogRequest) (sandbox.TrafficRequest, e
 	return out, r.Err()
 }
 
-// FromTraffic shows a part of the log of a sandbox's network.
+// FromTraffic converts a part of the log of a sandbox's network.
 func FromTraffic(p sandbox.TrafficPage) *nodev1.NetworkLog {
 	out := &nodev1.NetworkLog{Next: p.Next, Lost: p.Lost}
 	for _, e := range p.Entries {

@@ -6,7 +6,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// FromNode shows a node, to which the caller adds version, endpoint and features.
+// FromNode converts a node's status. The caller adds version, endpoint and
+// features.
 func FromNode(n sandbox.NodeStatus) *nodev1.NodeStatus {
 	out := &nodev1.NodeStatus{
 		Engine: n.Engine, CapacityBytes: n.Capacity, ReservedBytes: n.Reserved, Sandboxes: uint32(n.Sandboxes), Hibernated: uint32(n.Hibernated),
@@ -24,13 +25,13 @@ func FromNode(n sandbox.NodeStatus) *nodev1.NodeStatus {
 	if c := n.Cordon; c != nil {
 		out.Cordon = &nodev1.Cordon{Since: fromTime(c.Since), By: string(c.By), Drain: c.Drain, Left: uint32(c.Left), Sealed: uint32(c.Sealed)}
 		for _, p := range c.Problems {
-			out.Cordon.Problems = append(out.Cordon.Problems, &nodev1.DrainProblem{Namespace: string(p.Namespace), Name: string(p.Name), Problem: p.Problem})
+			out.Cordon.Problems = append(out.Cordon.Problems, &nodev1.DrainProblem{Namespace: string(p.Namespace), Name: string(p.Name), Problem: text(p.Problem)})
 		}
 	}
 	return out
 }
 
-// ToNode reads a node.
+// ToNode reads a node's status.
 func ToNode(g *nodev1.NodeStatus) (sandbox.NodeStatus, error) {
 	var r convert.Reader
 	n := sandbox.NodeStatus{

@@ -24,7 +24,7 @@ const noSecrets = "this API has no secrets yet"
 // ofRequest is what the caller adds to a request.
 var ofRequest = converttest.Same("the caller adds it", "Namespace", "Name", "IdempotencyKey")
 
-// TestRoundTrip: what is asked for is read as what it was.
+// TestRoundTrip: requests are the same after conversion in both directions.
 func TestRoundTrip(t *testing.T) {
 	for check, only := range map[string]func(*sandbox.ReadyCheck){
 		"Check.Command": func(r *sandbox.ReadyCheck) { r.Port, r.Delay = 0, 0 },
@@ -62,7 +62,8 @@ func TestRoundTrip(t *testing.T) {
 	converttest.Pair[sandbox.NamespaceCA, *nodev1.NamespaceCA]{From: FromNamespaceCA, To: ToNamespaceCA}.Check(t)
 }
 
-// TestRoundTripOfObjects: what is answered is read as what it was.
+// TestRoundTripOfObjects: answers are the same after conversion in both
+// directions.
 func TestRoundTripOfObjects(t *testing.T) {
 	converttest.Pair[converttest.Template, *nodev1.Template]{
 		From: func(v converttest.Template) *nodev1.Template { return FromTemplate(v.Template, v.Builds) },
@@ -109,16 +110,17 @@ func TestRoundTripOfObjects(t *testing.T) {
 	}.Check(t)
 }
 
-// TestEnumerations: every value of the API has its own in the vocabulary, and back.
+// TestEnumerations: every value of the API has its own value in the vocabulary, and
+// vice versa.
 func TestEnumerations(t *testing.T) {
 	checkEnum(t, phases)
 	checkEnum(t, stages)
-	checkEnum(t, states, sandbox.Starting) // nobody is told of it
+	checkEnum(t, states, sandbox.Starting) // the API never shows it
 	checkEnum(t, reasons)
 	checkEnum(t, actions)
 }
 
-// valuesOf are the constants of a type of the vocabulary.
+// valuesOf returns the constants of a type of the vocabulary.
 func valuesOf[S ~string](t *testing.T) (values []S) {
 	t.Helper()
 	files, err := filepath.Glob("../../sandbox/*.go")
@@ -163,7 +165,7 @@ func checkEnum[S ~string, N interface {
 			t.Errorf("%T %q is unspecified over gRPC, or is not to be told of", s, s)
 		}
 	}
-	known := map[protoreflect.EnumNumber]bool{0: true} // unspecified
+	known := map[protoreflect.EnumNumber]bool{0: true} // 0 is unspecified
 	var one N
 	for s, n := range all {
 		known[n.Number()] = true
@@ -177,4 +179,15 @@ func checkEnum[S ~string, N interface {
 			t.Errorf("%s is nothing of the vocabulary", v.Name())
 		}
 	}
+}
+
+// TestRoundTripOfImages: what is asked of images and registries, and answered, is read as
+// what it was.
+func TestRoundTripOfImages(t *testing.T) {
+	converttest.Pair[sandbox.Image, *nodev1.Image]{From: FromImage, To: ToImage}.Check(t)
+	converttest.Pair[sandbox.PublishRequest, *nodev1.PublishImageRequest]{From: FromPublish, To: ToPublish}.Check(t)
+	converttest.Pair[sandbox.RegistryLogin, *nodev1.RegistryLogin]{From: FromRegistryLogin, To: ToRegistryLogin}.Check(t)
+	converttest.Pair[sandbox.RegistryCredentials, *nodev1.SetRegistryLoginRequest]{
+		From: FromRegistryCredentials, To: converttest.Sure(ToRegistryCredentials), Added: converttest.Same("the caller adds it", "Namespace", "Registry"),
+	}.Check(t)
 }

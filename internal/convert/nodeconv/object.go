@@ -8,7 +8,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// FromTemplate adds to a template how far it is.
+// FromTemplate converts a template and the state of its builds.
 func FromTemplate(t sandbox.Template, builds []sandbox.Build) *nodev1.Template {
 	out := &nodev1.Template{
 		Namespace: string(t.Namespace), Name: string(t.Name), Spec: FromTemplateSpec(t.Spec), Revision: t.Revision,
@@ -16,7 +16,7 @@ func FromTemplate(t sandbox.Template, builds []sandbox.Build) *nodev1.Template {
 	}
 	for _, b := range builds {
 		out.Builds = append(out.Builds, &nodev1.Build{
-			Stage: stages[b.Stage], Phase: phases[b.Phase], Problem: b.Problem, Image: b.Image,
+			Stage: stages[b.Stage], Phase: phases[b.Phase], Problem: text(b.Problem), Cause: text(b.Cause), Image: b.Image,
 			Started: fromTime(b.Started), Finished: fromTime(b.Finished), Attempts: uint32(b.Attempts), Next: fromTime(b.Next),
 		})
 		if b.Stage == sandbox.AfterReady {
@@ -26,7 +26,7 @@ func FromTemplate(t sandbox.Template, builds []sandbox.Build) *nodev1.Template {
 	return out
 }
 
-// ToTemplate reads a template, and its builds as far as they are told of.
+// ToTemplate reads a template and its builds, as far as the API shows them.
 func ToTemplate(g *nodev1.Template) (t sandbox.Template, builds []sandbox.Build, err error) {
 	var r convert.Reader
 	t = sandbox.Template{Key: r.Key(g.GetNamespace(), g.GetName()), Versioned: versioned(g), Revision: g.GetRevision(), Created: toTime(g.GetCreated()), Owner: r.OptionalUID(g.GetOwner())}
@@ -36,23 +36,23 @@ func ToTemplate(g *nodev1.Template) (t sandbox.Template, builds []sandbox.Build,
 	for _, b := range g.GetBuilds() {
 		builds = append(builds, sandbox.Build{
 			Template: t.Key, Revision: t.Revision, Stage: inverse(stages, b.GetStage()), Phase: inverse(phases, b.GetPhase()),
-			Problem: b.GetProblem(), Started: toTime(b.GetStarted()), Finished: toTime(b.GetFinished()),
+			Problem: b.GetProblem(), Cause: b.GetCause(), Started: toTime(b.GetStarted()), Finished: toTime(b.GetFinished()),
 			Attempts: int(b.GetAttempts()), Next: toTime(b.GetNext()), Built: sandbox.Built{Image: b.GetImage()},
 		})
 	}
 	return t, builds, r.Err()
 }
 
-// FromPool adds to a pool what it has.
+// FromPool converts a pool and its status.
 func FromPool(p sandbox.Pool, status sandbox.PoolStatus) *nodev1.Pool {
 	return &nodev1.Pool{
 		Namespace: string(p.Namespace), Name: string(p.Name), Created: fromTime(p.Created), Spec: FromPoolSpec(p.Spec),
-		Phase: phases[status.Phase], Problem: status.Problem, Ready: uint32(status.Ready), Snapshots: uint32(status.Snapshots),
+		Phase: phases[status.Phase], Problem: text(status.Problem), Ready: uint32(status.Ready), Snapshots: uint32(status.Snapshots),
 		ResourceVersion: p.ResourceVersion, Owner: string(p.Owner),
 	}
 }
 
-// ToPool reads a pool and what it has.
+// ToPool reads a pool and its status.
 func ToPool(g *nodev1.Pool) (p sandbox.Pool, status sandbox.PoolStatus, err error) {
 	var r convert.Reader
 	p = sandbox.Pool{Key: r.Key(g.GetNamespace(), g.GetName()), Versioned: versioned(g), Created: toTime(g.GetCreated()), Owner: r.OptionalUID(g.GetOwner())}
@@ -64,21 +64,21 @@ func ToPool(g *nodev1.Pool) (p sandbox.Pool, status sandbox.PoolStatus, err erro
 	}, r.Err()
 }
 
-// FromSandbox leaves the environment out: it may hold what is not for everybody
-// who lists sandboxes.
+// FromSandbox omits the environment: it may hold values that must not be
+// visible to everyone who can list sandboxes.
 func FromSandbox(s sandbox.Sandbox) *nodev1.Sandbox {
 	return &nodev1.Sandbox{
 		Namespace: string(s.Namespace), Name: string(s.Name), Id: string(s.ID), State: states[s.State],
 		Pool: string(s.Pool), Template: string(s.Template), Revision: s.Revision, Engine: s.Engine,
 		Metadata: s.Metadata, Workdir: s.Workdir, User: s.User, MemoryBytes: s.Memory,
 		Parent: string(s.Parent), Fork: string(s.Fork), Checkpoint: string(s.Checkpoint),
-		Created: fromTime(s.Created), Ended: fromTime(s.Ended), Reason: reasons[s.Reason], Detail: s.Detail, Unresponsive: s.Unresponsive,
+		Created: fromTime(s.Created), Ended: fromTime(s.Ended), Reason: reasons[s.Reason], Detail: text(s.Detail), Unresponsive: text(s.Unresponsive),
 		Lifetime: fromLifetime(s.Lifetime), NetworkPolicy: fromPolicy(s.Egress.Own), NetworkBounds: fromPolicies(s.Egress.Bounds),
 		ResourceVersion: s.ResourceVersion, Owner: string(s.Owner),
 	}
 }
 
-// ToSandbox reads a sandbox as far as it is told of.
+// ToSandbox reads a sandbox, as far as the API shows it.
 func ToSandbox(g *nodev1.Sandbox) (sandbox.Sandbox, error) {
 	var r convert.Reader
 	s := sandbox.Sandbox{
@@ -93,7 +93,7 @@ func ToSandbox(g *nodev1.Sandbox) (sandbox.Sandbox, error) {
 	return s, r.Err()
 }
 
-// FromFork shows a fork.
+// FromFork converts a fork.
 func FromFork(f sandbox.Fork) *nodev1.Fork {
 	out := &nodev1.Fork{
 		Namespace: string(f.Namespace), Name: string(f.Name), Source: string(f.Source), SourceId: string(f.SourceID),
@@ -101,12 +101,12 @@ func FromFork(f sandbox.Fork) *nodev1.Fork {
 		ResourceVersion: f.ResourceVersion, Checkpoint: string(f.Checkpoint),
 	}
 	for _, c := range f.Children {
-		out.Children = append(out.Children, &nodev1.ForkOutcome{Name: string(c.Name), Id: string(c.ID), Problem: c.Problem, Owner: string(c.Owner)})
+		out.Children = append(out.Children, &nodev1.ForkOutcome{Name: string(c.Name), Id: string(c.ID), Problem: text(c.Problem), Owner: string(c.Owner)})
 	}
 	return out
 }
 
-// ToFork reads a fork as far as it is told of.
+// ToFork reads a fork, as far as the API shows it.
 func ToFork(g *nodev1.Fork) (sandbox.Fork, error) {
 	var r convert.Reader
 	f := sandbox.Fork{
@@ -120,7 +120,7 @@ func ToFork(g *nodev1.Fork) (sandbox.Fork, error) {
 	return f, r.Err()
 }
 
-// FromCheckpoint leaves the environment out, as FromSandbox does.
+// FromCheckpoint omits the environment, as FromSandbox does.
 func FromCheckpoint(c sandbox.CheckpointSize) *nodev1.Checkpoint {
 	return &nodev1.Checkpoint{
 		Namespace: string(c.Namespace), Name: string(c.Name), Id: string(c.ID), Source: string(c.Of.Name), SourceId: string(c.Of.ID),
@@ -130,7 +130,7 @@ func FromCheckpoint(c sandbox.CheckpointSize) *nodev1.Checkpoint {
 	}
 }
 
-// ToCheckpoint reads a checkpoint, which is complete, as far as it is told of.
+// ToCheckpoint reads a complete checkpoint, as far as the API shows it.
 func ToCheckpoint(g *nodev1.Checkpoint) (sandbox.CheckpointSize, error) {
 	var r convert.Reader
 	c := sandbox.Checkpoint{
@@ -144,7 +144,7 @@ func ToCheckpoint(g *nodev1.Checkpoint) (sandbox.CheckpointSize, error) {
 	return sandbox.CheckpointSize{Checkpoint: c, Size: sandbox.Size{Stored: g.GetStoredBytes(), Unshared: g.GetUnsharedBytes()}}, r.Err()
 }
 
-// FromCost shows what a sandbox costs, and of the sandbox what names it.
+// FromCost converts the cost of a sandbox, with the sandbox's names and state.
 func FromCost(c sandbox.Cost) *nodev1.SandboxStats {
 	return &nodev1.SandboxStats{
 		Namespace: string(c.Namespace), Name: string(c.Name), Id: string(c.ID), State: states[c.State], Time: fromTime(c.At),
@@ -154,7 +154,7 @@ func FromCost(c sandbox.Cost) *nodev1.SandboxStats {
 	}
 }
 
-// ToCost reads what a sandbox costs.
+// ToCost reads the cost of a sandbox.
 func ToCost(g *nodev1.SandboxStats) (sandbox.Cost, error) {
 	var r convert.Reader
 	c := sandbox.Cost{
@@ -171,12 +171,12 @@ func ToCost(g *nodev1.SandboxStats) (sandbox.Cost, error) {
 	return c, r.Err()
 }
 
-// FromError is the detail of a status.
+// FromError converts an error to the detail of a status.
 func FromError(e *sandbox.Error) *nodev1.Error {
-	return &nodev1.Error{Code: string(e.Code), Message: e.Message, Cause: e.Cause, Remediation: e.Remediation}
+	return &nodev1.Error{Code: string(e.Code), Message: text(e.Message), Cause: text(e.Cause), Remediation: text(e.Remediation)}
 }
 
-// ToError reads the detail of a status.
+// ToError reads an error from the detail of a status.
 func ToError(g *nodev1.Error) *sandbox.Error {
 	return &sandbox.Error{Code: sandbox.Code(g.GetCode()), Message: g.GetMessage(), Cause: g.GetCause(), Remediation: g.GetRemediation()}
 }

@@ -8,7 +8,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// FromTemplateSpec is for ApplyTemplate, and part of its answer.
+// FromTemplateSpec converts a template's spec, for ApplyTemplate and its
+// answer.
 func FromTemplateSpec(s sandbox.TemplateSpec) *nodev1.TemplateSpec {
 	out := &nodev1.TemplateSpec{
 		Image: s.Image, Init: s.Init, Env: s.Env, Workdir: s.Workdir, User: s.User, MilliCpus: s.MilliCPUs, MemoryBytes: s.Memory,
@@ -32,7 +33,7 @@ func FromTemplateSpec(s sandbox.TemplateSpec) *nodev1.TemplateSpec {
 	return out
 }
 
-// ToTemplateSpec reads a template's spec, and completes it.
+// ToTemplateSpec reads a template's spec, and sets defaults.
 func ToTemplateSpec(g *nodev1.TemplateSpec) (sandbox.TemplateSpec, error) {
 	var r convert.Reader
 	s := sandbox.TemplateSpec{
@@ -62,7 +63,7 @@ func ToTemplateSpec(g *nodev1.TemplateSpec) (sandbox.TemplateSpec, error) {
 	return s, r.Err()
 }
 
-// FromPoolSpec is for ApplyPool, and part of its answer.
+// FromPoolSpec converts a pool's spec, for ApplyPool and its answer.
 func FromPoolSpec(s sandbox.PoolSpec) *nodev1.PoolSpec {
 	return &nodev1.PoolSpec{
 		Template: string(s.Template), Replicas: uint32(s.Replicas), SnapshotAfter: stages[s.Stage],
@@ -101,7 +102,8 @@ func ToClaim(g *nodev1.ClaimSandboxRequest) (sandbox.ClaimRequest, error) {
 	}, r.Err()
 }
 
-// FromPrecondition is part of the calls that can have one; nil is none.
+// FromPrecondition converts the precondition of a call; an empty one becomes
+// nil.
 func FromPrecondition(p sandbox.Precondition) *nodev1.Precondition {
 	if p == (sandbox.Precondition{}) {
 		return nil
@@ -109,26 +111,26 @@ func FromPrecondition(p sandbox.Precondition) *nodev1.Precondition {
 	return &nodev1.Precondition{Id: string(p.ID), Owner: string(p.Owner), ResourceVersion: p.Version}
 }
 
-// ToPrecondition reads what an object has to be.
+// ToPrecondition reads the precondition of a call.
 func ToPrecondition(g *nodev1.Precondition) (sandbox.Precondition, error) {
 	var r convert.Reader
 	return sandbox.Precondition{ID: r.OptionalID(g.GetId()), Owner: r.OptionalUID(g.GetOwner()), Version: g.GetResourceVersion()}, r.Err()
 }
 
-// FromRestoreSpec is for RestoreCheckpoint. The caller adds namespace, names and
-// idempotency key.
+// FromRestoreSpec makes the request of RestoreCheckpoint. The caller adds
+// namespace, names and idempotency key.
 func FromRestoreSpec(s sandbox.RestoreSpec) *nodev1.RestoreCheckpointRequest {
 	return &nodev1.RestoreCheckpointRequest{Env: s.Env, Metadata: s.Metadata, Lifetime: fromLifetime(s.Lifetime)}
 }
 
-// ToRestoreSpec reads what a restored sandbox is given.
+// ToRestoreSpec reads the settings of a restored sandbox.
 func ToRestoreSpec(g *nodev1.RestoreCheckpointRequest) (sandbox.RestoreSpec, error) {
 	var r convert.Reader
 	return sandbox.RestoreSpec{Env: g.GetEnv(), Metadata: g.GetMetadata(), Lifetime: toLifetime(&r, g.GetLifetime())}, r.Err()
 }
 
-// FromForkSpec is for ForkSandbox. The caller adds namespace, name and idempotency
-// key.
+// FromForkSpec makes the request of ForkSandbox. The caller adds namespace, name
+// and idempotency key.
 func FromForkSpec(s sandbox.ForkSpec) *nodev1.ForkSandboxRequest {
 	out := &nodev1.ForkSandboxRequest{Source: string(s.Source), Replicas: uint32(s.Replicas), NetworkPolicy: fromPolicy(s.NetworkPolicy), Atomic: s.Atomic, Checkpoint: string(s.Checkpoint)}
 	for _, c := range s.Children {
@@ -137,7 +139,7 @@ func FromForkSpec(s sandbox.ForkSpec) *nodev1.ForkSandboxRequest {
 	return out
 }
 
-// ToForkSpec reads what a fork asks for.
+// ToForkSpec reads a fork's spec.
 func ToForkSpec(g *nodev1.ForkSandboxRequest) (sandbox.ForkSpec, error) {
 	var r convert.Reader
 	s := sandbox.ForkSpec{

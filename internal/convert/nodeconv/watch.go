@@ -18,7 +18,7 @@ var (
 	}
 )
 
-// FromWatch asks for changes.
+// FromWatch makes the request of Watch.
 func FromWatch(r sandbox.WatchRequest) *nodev1.WatchRequest {
 	out := &nodev1.WatchRequest{
 		Namespace: string(r.Namespace), AllNamespaces: r.Namespace == "", ResourceVersion: r.From, StateId: r.State,
@@ -29,7 +29,7 @@ func FromWatch(r sandbox.WatchRequest) *nodev1.WatchRequest {
 	return out
 }
 
-// ToWatch reads what is asked for.
+// ToWatch reads the request of Watch.
 func ToWatch(g *nodev1.WatchRequest) (sandbox.WatchRequest, error) {
 	var r convert.Reader
 	out := sandbox.WatchRequest{From: g.GetResourceVersion(), State: g.GetStateId()}
@@ -49,7 +49,8 @@ func ToWatch(g *nodev1.WatchRequest) (sandbox.WatchRequest, error) {
 	return out, r.Err()
 }
 
-// FromEvent shows an event. The caller adds what only the server knows of a node.
+// FromEvent converts an event. The caller adds the fields of a node that only the
+// server knows.
 func FromEvent(e sandbox.Event) *nodev1.WatchEvent {
 	out := &nodev1.WatchEvent{Type: eventTypes[e.Type], ResourceVersion: e.ResourceVersion}
 	switch {

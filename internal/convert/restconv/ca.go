@@ -6,7 +6,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// FromNamespaceCA shows what anybody may know of a CA.
+// FromNamespaceCA converts the public part of a CA.
 func FromNamespaceCA(c sandbox.NamespaceCA) rest.NamespaceCA {
 	out := rest.NamespaceCA{
 		Namespace: string(c.Namespace), Certificate: c.Certificate, Fingerprint: c.Fingerprint, Subject: c.Subject, Names: []string{},
@@ -16,7 +16,7 @@ func FromNamespaceCA(c sandbox.NamespaceCA) rest.NamespaceCA {
 	return out
 }
 
-// ToNamespaceCA reads what is known of a CA.
+// ToNamespaceCA reads the public part of a CA.
 func ToNamespaceCA(g rest.NamespaceCA) (sandbox.NamespaceCA, error) {
 	var r convert.Reader
 	return sandbox.NamespaceCA{
@@ -25,12 +25,12 @@ func ToNamespaceCA(g rest.NamespaceCA) (sandbox.NamespaceCA, error) {
 	}, r.Err()
 }
 
-// FromCASpec is for a PUT of a CA.
+// FromCASpec makes the body of a PUT of a CA.
 func FromCASpec(s sandbox.CASpec) rest.CASpec {
 	return rest.CASpec{Names: s.Names, Certificate: s.Certificate, Key: string(s.Key)}
 }
 
-// ToCASpec reads which CA a namespace is to have.
+// ToCASpec reads the CA that a namespace shall have.
 func ToCASpec(g rest.CASpec) sandbox.CASpec {
 	return sandbox.CASpec{Names: g.Names, Certificate: g.Certificate, Key: sandbox.CAKey(g.Key)}
 }

@@ -9,7 +9,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// FromNetworkPolicy is for a PUT of a sandbox's network policy.
+// FromNetworkPolicy makes the body of a PUT of a sandbox's network policy.
 func FromNetworkPolicy(p policy.Policy) rest.NetworkPolicy { return *fromPolicy(&p) }
 
 // ToNetworkPolicy reads a network policy.
@@ -51,7 +51,7 @@ func toPolicies(r *convert.Reader, given []rest.NetworkPolicy) (out policy.Set) 
 	return out
 }
 
-// FromTraffic shows a part of the log of a sandbox's network.
+// FromTraffic converts a part of the log of a sandbox's network.
 func FromTraffic(p sandbox.TrafficPage) rest.NetworkLog {
 	out := rest.NetworkLog{Items: []rest.NetworkLogEntry{}, Next: int64(p.Next), Lost: int64(p.Lost)}
 	for _, e := range p.Entries {

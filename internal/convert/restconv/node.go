@@ -6,7 +6,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// FromNode shows a node.
+// FromNode converts a node's status.
 func FromNode(n sandbox.NodeStatus) rest.Node {
 	out := rest.Node{
 		Id: n.ID, Boot: n.Boot, State: n.State, ResourceVersion: fromVersion(n.ResourceVersion),
@@ -30,7 +30,7 @@ func FromNode(n sandbox.NodeStatus) rest.Node {
 	return out
 }
 
-// ToNode reads a node.
+// ToNode reads a node's status.
 func ToNode(g rest.Node) (sandbox.NodeStatus, error) {
 	var r convert.Reader
 	n := sandbox.NodeStatus{

@@ -8,7 +8,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// FromTemplate adds to a template how far it is.
+// FromTemplate converts a template and the state of its builds.
 func FromTemplate(t sandbox.Template, builds []sandbox.Build) rest.Template {
 	out := rest.Template{
 		Namespace: string(t.Namespace), Name: string(t.Name), Revision: t.Revision, Created: t.Created,
@@ -16,7 +16,7 @@ func FromTemplate(t sandbox.Template, builds []sandbox.Build) rest.Template {
 	}
 	for _, b := range builds {
 		out.Builds = append(out.Builds, rest.Build{
-			Stage: rest.Stage(b.Stage), Phase: rest.Phase(b.Phase), Problem: b.Problem, Image: b.Image,
+			Stage: rest.Stage(b.Stage), Phase: rest.Phase(b.Phase), Problem: b.Problem, Cause: b.Cause, Image: b.Image,
 			Started: b.Started, Finished: FromTime(b.Finished), Attempts: b.Attempts, Next: FromTime(b.Next),
 		})
 		if b.Stage == sandbox.AfterReady {
@@ -26,7 +26,7 @@ func FromTemplate(t sandbox.Template, builds []sandbox.Build) rest.Template {
 	return out
 }
 
-// ToTemplate reads a template, and its builds as far as they are told of.
+// ToTemplate reads a template and its builds, as far as the API shows them.
 func ToTemplate(g rest.Template) (t sandbox.Template, builds []sandbox.Build, err error) {
 	var r convert.Reader
 	t = sandbox.Template{Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), Revision: g.Revision, Created: g.Created, Owner: r.OptionalUID(g.Owner)}
@@ -35,14 +35,14 @@ func ToTemplate(g rest.Template) (t sandbox.Template, builds []sandbox.Build, er
 	}
 	for _, b := range g.Builds {
 		builds = append(builds, sandbox.Build{
-			Template: t.Key, Revision: t.Revision, Stage: sandbox.Stage(b.Stage), Phase: sandbox.Phase(b.Phase), Problem: b.Problem,
+			Template: t.Key, Revision: t.Revision, Stage: sandbox.Stage(b.Stage), Phase: sandbox.Phase(b.Phase), Problem: b.Problem, Cause: b.Cause,
 			Started: b.Started, Finished: ToTime(b.Finished), Attempts: b.Attempts, Next: ToTime(b.Next), Built: sandbox.Built{Image: b.Image},
 		})
 	}
 	return t, builds, r.Err()
 }
 
-// FromPool adds to a pool what it has.
+// FromPool converts a pool and its status.
 func FromPool(p sandbox.Pool, status sandbox.PoolStatus) rest.Pool {
 	return rest.Pool{
 		Namespace: string(p.Namespace), Name: string(p.Name), Created: p.Created, Spec: FromPoolSpec(p.Spec),
@@ -51,7 +51,7 @@ func FromPool(p sandbox.Pool, status sandbox.PoolStatus) rest.Pool {
 	}
 }
 
-// ToPool reads a pool and what it has.
+// ToPool reads a pool and its status.
 func ToPool(g rest.Pool) (p sandbox.Pool, status sandbox.PoolStatus, err error) {
 	var r convert.Reader
 	p = sandbox.Pool{Key: r.Key(g.Namespace, g.Name), Versioned: toVersion(&r, g.ResourceVersion), Created: g.Created, Owner: r.OptionalUID(g.Owner)}
@@ -61,8 +61,8 @@ func ToPool(g rest.Pool) (p sandbox.Pool, status sandbox.PoolStatus, err error) 
 	return p, sandbox.PoolStatus{Phase: sandbox.Phase(g.Phase), Ready: g.Ready, Snapshots: g.Snapshots, Problem: g.Problem}, r.Err()
 }
 
-// FromSandbox leaves the environment out: it may hold what is not for everybody
-// who lists sandboxes. Tokens are the server's to add.
+// FromSandbox omits the environment: it may hold values that must not be
+// visible to everyone who can list sandboxes. The server adds tokens.
 func FromSandbox(s sandbox.Sandbox) rest.Sandbox {
 	return rest.Sandbox{
 		Namespace: string(s.Namespace), Name: string(s.Name), Id: string(s.ID), State: rest.SandboxState(s.State),
@@ -77,7 +77,7 @@ func FromSandbox(s sandbox.Sandbox) rest.Sandbox {
 	}
 }
 
-// ToSandbox reads a sandbox as far as it is told of.
+// ToSandbox reads a sandbox, as far as the API shows it.
 func ToSandbox(g rest.Sandbox) (sandbox.Sandbox, error) {
 	var r convert.Reader
 	s := sandbox.Sandbox{
@@ -93,7 +93,7 @@ func ToSandbox(g rest.Sandbox) (sandbox.Sandbox, error) {
 	return s, r.Err()
 }
 
-// FromFork shows a fork. Tokens of its children are the server's to add.
+// FromFork converts a fork. The server adds the tokens of its children.
 func FromFork(f sandbox.Fork) rest.Fork {
 	out := rest.Fork{
 		Namespace: string(f.Namespace), Name: string(f.Name), Source: string(f.Source), SourceID: string(f.SourceID),
@@ -121,7 +121,7 @@ func ToFork(g rest.Fork) (sandbox.Fork, error) {
 	return f, r.Err()
 }
 
-// FromCheckpoint leaves the environment out, as FromSandbox does.
+// FromCheckpoint omits the environment, as FromSandbox does.
 func FromCheckpoint(c sandbox.CheckpointSize) rest.Checkpoint {
 	return rest.Checkpoint{
 		Namespace: string(c.Namespace), Name: string(c.Name), Id: string(c.ID),
@@ -132,7 +132,7 @@ func FromCheckpoint(c sandbox.CheckpointSize) rest.Checkpoint {
 	}
 }
 
-// ToCheckpoint reads a checkpoint, which is complete, as far as it is told of.
+// ToCheckpoint reads a complete checkpoint, as far as the API shows it.
 func ToCheckpoint(g rest.Checkpoint) (sandbox.CheckpointSize, error) {
 	var r convert.Reader
 	c := sandbox.Checkpoint{
@@ -145,7 +145,7 @@ func ToCheckpoint(g rest.Checkpoint) (sandbox.CheckpointSize, error) {
 	return sandbox.CheckpointSize{Checkpoint: c, Size: sandbox.Size{Stored: r.Size("size", g.Size), Unshared: r.Size("unshared", g.Unshared)}}, r.Err()
 }
 
-// FromCost shows what a sandbox costs, and of the sandbox what names it.
+// FromCost converts the cost of a sandbox, with the sandbox's names and state.
 func FromCost(c sandbox.Cost) rest.SandboxStats {
 	return rest.SandboxStats{
 		Namespace: string(c.Namespace), Name: string(c.Name), Id: string(c.ID), State: rest.SandboxState(c.State), Time: c.At,
@@ -156,7 +156,7 @@ func FromCost(c sandbox.Cost) rest.SandboxStats {
 	}
 }
 
-// ToCost reads what a sandbox costs.
+// ToCost reads the cost of a sandbox.
 func ToCost(g rest.SandboxStats) (sandbox.Cost, error) {
 	var r convert.Reader
 	c := sandbox.Cost{
@@ -174,7 +174,7 @@ func ToCost(g rest.SandboxStats) (sandbox.Cost, error) {
 	return c, r.Err()
 }
 
-// FromQuotaUse shows a quota and what is used of it.
+// FromQuotaUse converts a quota and its use.
 func FromQuotaUse(q sandbox.QuotaUse) rest.Quota {
 	return rest.Quota{
 		Namespace: string(q.Namespace), Spec: FromQuota(q.Quota),
@@ -182,7 +182,7 @@ func FromQuotaUse(q sandbox.QuotaUse) rest.Quota {
 	}
 }
 
-// ToQuotaUse reads a quota and what is used of it.
+// ToQuotaUse reads a quota and its use.
 func ToQuotaUse(g rest.Quota) (q sandbox.QuotaUse, err error) {
 	n, err := sandbox.ParseNamespace(g.Namespace)
 	if err != nil {
@@ -196,18 +196,18 @@ func ToQuotaUse(g rest.Quota) (q sandbox.QuotaUse, err error) {
 	return q, r.Err()
 }
 
-// FromSecret shows what anybody may know of a secret.
+// FromSecret converts the public part of a secret, without its values.
 func FromSecret(s sandbox.Secret) rest.Secret {
 	return rest.Secret{Namespace: string(s.Namespace), Name: string(s.Name), Keys: s.Keys, Created: s.Created, Changed: s.Changed}
 }
 
-// ToSecret reads what is known of a secret.
+// ToSecret reads the public part of a secret.
 func ToSecret(g rest.Secret) (sandbox.Secret, error) {
 	var r convert.Reader
 	return sandbox.Secret{Key: r.Key(g.Namespace, g.Name), Keys: g.Keys, Created: g.Created, Changed: g.Changed}, r.Err()
 }
 
-// FromError shows an error.
+// FromError converts an error.
 func FromError(e *sandbox.Error) rest.Error {
 	return rest.Error{Code: rest.ErrorCode(e.Code), Message: e.Message, Cause: e.Cause, Remediation: e.Remediation}
 }

@@ -9,7 +9,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// TestRoundTrip: what a client is told, and tells, is what the vocabulary has.
+// TestRoundTrip: requests are the same after conversion in both directions.
 func TestRoundTrip(t *testing.T) {
 	converttest.Pair[sandbox.TemplateSpec, rest.TemplateSpec]{From: FromTemplateSpec, To: ToTemplateSpec}.Check(t)
 	converttest.Pair[sandbox.PoolSpec, rest.PoolSpec]{From: FromPoolSpec, To: ToPoolSpec}.Check(t)
@@ -34,7 +34,8 @@ func TestRoundTrip(t *testing.T) {
 	converttest.Pair[sandbox.CASpec, rest.CASpec]{From: FromCASpec, To: converttest.Sure(ToCASpec)}.Check(t)
 }
 
-// TestRoundTripOfObjects: what is answered is read as what it was.
+// TestRoundTripOfObjects: answers are the same after conversion in both
+// directions.
 func TestRoundTripOfObjects(t *testing.T) {
 	converttest.Pair[converttest.Template, rest.Template]{
 		From: func(v converttest.Template) rest.Template { return FromTemplate(v.Template, v.Builds) },
@@ -80,7 +81,7 @@ func TestRoundTripOfObjects(t *testing.T) {
 	}.Check(t)
 }
 
-// TestRefuses: what has not the form of a field is refused.
+// TestRefuses: a value without the form of its field is refused.
 func TestRefuses(t *testing.T) {
 	good := FromSandbox(sandbox.Sandbox{Key: sandbox.Key{Namespace: "n", Name: "x"}, ID: sandbox.NewID()})
 	if _, err := ToSandbox(good); err != nil {
@@ -104,4 +105,15 @@ func TestRefuses(t *testing.T) {
 			t.Errorf("%s: %+v, %v", name, got, err)
 		}
 	}
+}
+
+// TestRoundTripOfImages: what is asked of images and registries, and answered, is read as
+// what it was.
+func TestRoundTripOfImages(t *testing.T) {
+	converttest.Pair[sandbox.Image, rest.Image]{From: FromImage, To: ToImage}.Check(t)
+	converttest.Pair[sandbox.PublishRequest, rest.ImagePublish]{From: FromPublish, To: ToPublish}.Check(t)
+	converttest.Pair[sandbox.RegistryLogin, rest.RegistryLogin]{From: FromRegistryLogin, To: ToRegistryLogin}.Check(t)
+	converttest.Pair[sandbox.RegistryCredentials, rest.RegistryCredentials]{
+		From: FromRegistryCredentials, To: converttest.Sure(ToRegistryCredentials), Added: converttest.Same("the caller adds it", "Registry"),
+	}.Check(t)
 }

@@ -9,7 +9,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// FromDuration leaves out what is 0.
+// FromDuration formats a duration; 0 becomes "".
 func FromDuration(d time.Duration) rest.Duration {
 	if d == 0 {
 		return ""
@@ -17,7 +17,7 @@ func FromDuration(d time.Duration) rest.Duration {
 	return d.String()
 }
 
-// ToDuration reads a duration of a field; empty is 0.
+// ToDuration reads a field with a duration; "" is 0.
 func ToDuration(field string, s rest.Duration) (time.Duration, error) {
 	if s == "" {
 		return 0, nil
@@ -29,7 +29,7 @@ func ToDuration(field string, s rest.Duration) (time.Duration, error) {
 	return d, nil
 }
 
-// FromTime leaves out a time that is not known.
+// FromTime omits an unknown time.
 func FromTime(t time.Time) *time.Time {
 	if t.IsZero() {
 		return nil
@@ -37,7 +37,7 @@ func FromTime(t time.Time) *time.Time {
 	return &t
 }
 
-// ToTime is zero for a time that is not known.
+// ToTime returns the zero time for a missing one.
 func ToTime(t *time.Time) time.Time {
 	if t == nil {
 		return time.Time{}
@@ -45,7 +45,8 @@ func ToTime(t *time.Time) time.Time {
 	return *t
 }
 
-// FromTemplateSpec is for a PUT of a template, and part of the answer.
+// FromTemplateSpec converts a template's spec, for a PUT of a template and its
+// answer.
 func FromTemplateSpec(s sandbox.TemplateSpec) rest.TemplateSpec {
 	out := rest.TemplateSpec{
 		Image: s.Image, Init: s.Init, Env: rest.Env(s.Env), Workdir: s.Workdir, User: s.User,
@@ -62,7 +63,7 @@ func FromTemplateSpec(s sandbox.TemplateSpec) rest.TemplateSpec {
 	return out
 }
 
-// ToTemplateSpec reads a template's spec, and completes it.
+// ToTemplateSpec reads a template's spec, and sets defaults.
 func ToTemplateSpec(g rest.TemplateSpec) (sandbox.TemplateSpec, error) {
 	var r convert.Reader
 	s := sandbox.TemplateSpec{
@@ -92,7 +93,7 @@ func ToTemplateSpec(g rest.TemplateSpec) (sandbox.TemplateSpec, error) {
 	return s, r.Err()
 }
 
-// FromPoolSpec is for a PUT of a pool, and part of the answer.
+// FromPoolSpec converts a pool's spec, for a PUT of a pool and its answer.
 func FromPoolSpec(s sandbox.PoolSpec) rest.PoolSpec {
 	return rest.PoolSpec{
 		Template: string(s.Template), Replicas: s.Replicas, SnapshotAfter: rest.Stage(s.Stage),
@@ -109,7 +110,8 @@ func ToPoolSpec(g rest.PoolSpec) (sandbox.PoolSpec, error) {
 	}, r.Err()
 }
 
-// FromClaimSpec is for a POST of a sandbox, whose name the caller adds.
+// FromClaimSpec makes the body of a POST of a sandbox. The caller adds the
+// name.
 func FromClaimSpec(s sandbox.ClaimSpec) rest.SandboxCreate {
 	return rest.SandboxCreate{
 		Pool: string(s.Pool), Env: rest.Env(s.Env), Secrets: fromSecretRefs(s.Secrets), Metadata: s.Metadata,
@@ -118,7 +120,7 @@ func FromClaimSpec(s sandbox.ClaimSpec) rest.SandboxCreate {
 	}
 }
 
-// ToClaimSpec reads what a claim asks for.
+// ToClaimSpec reads a claim's spec.
 func ToClaimSpec(g rest.SandboxCreate) (sandbox.ClaimSpec, error) {
 	if g.Pool == "" {
 		return sandbox.ClaimSpec{}, sandbox.Invalid("pool", "a sandbox needs one")
@@ -130,8 +132,8 @@ func ToClaimSpec(g rest.SandboxCreate) (sandbox.ClaimSpec, error) {
 	return s, r.Err()
 }
 
-// FromRestoreSpec is for a POST that restores a checkpoint, to which the caller adds
-// the sandbox's name.
+// FromRestoreSpec makes the body of a POST that restores a checkpoint. The caller
+// adds the sandbox's name.
 func FromRestoreSpec(s sandbox.RestoreSpec) rest.CheckpointRestore {
 	return rest.CheckpointRestore{
 		Env: rest.Env(s.Env), Metadata: s.Metadata,
@@ -139,7 +141,7 @@ func FromRestoreSpec(s sandbox.RestoreSpec) rest.CheckpointRestore {
 	}
 }
 
-// ToRestoreSpec reads what a restored sandbox is given.
+// ToRestoreSpec reads the settings of a restored sandbox.
 func ToRestoreSpec(g rest.CheckpointRestore) (sandbox.RestoreSpec, error) {
 	var r convert.Reader
 	s := sandbox.RestoreSpec{Env: sandbox.Env(g.Env), Metadata: g.Metadata}
@@ -148,7 +150,7 @@ func ToRestoreSpec(g rest.CheckpointRestore) (sandbox.RestoreSpec, error) {
 }
 
 func toLifetime(r *convert.Reader, timeout, idle rest.Duration, action rest.OnTimeout, expires *time.Time) sandbox.Lifetime {
-	if expires != nil && expires.IsZero() { // it would be none
+	if expires != nil && expires.IsZero() { // the zero time would mean that it is not set
 		r.Fail(sandbox.Invalid("expires", "it is in the year 1"))
 	}
 	return sandbox.Lifetime{
@@ -171,7 +173,8 @@ func toSecretRefs(r *convert.Reader, given []rest.SecretRef) (out []sandbox.Secr
 	return out
 }
 
-// FromForkSpec is for a POST to the source, to which the caller adds the fork's name.
+// FromForkSpec makes the body of a POST that forks the source. The caller adds the
+// fork's name.
 func FromForkSpec(s sandbox.ForkSpec) rest.ForkCreate {
 	out := rest.ForkCreate{Replicas: s.Replicas, NetworkPolicy: fromPolicy(s.NetworkPolicy), Atomic: s.Atomic, Checkpoint: string(s.Checkpoint)}
 	for _, c := range s.Children {
@@ -180,7 +183,7 @@ func FromForkSpec(s sandbox.ForkSpec) rest.ForkCreate {
 	return out
 }
 
-// ToForkSpec reads what a fork of the source asks for.
+// ToForkSpec reads the spec of a fork of the source.
 func ToForkSpec(source sandbox.Name, g rest.ForkCreate) (sandbox.ForkSpec, error) {
 	var r convert.Reader
 	s := sandbox.ForkSpec{Source: source, Replicas: g.Replicas, NetworkPolicy: toPolicy(&r, "networkPolicy", g.NetworkPolicy), Atomic: g.Atomic, Checkpoint: r.OptionalName(g.Checkpoint)}
@@ -190,7 +193,7 @@ func ToForkSpec(source sandbox.Name, g rest.ForkCreate) (sandbox.ForkSpec, error
 	return s, r.Err()
 }
 
-// FromQuota is for a PUT of a namespace's quota, and part of the answer.
+// FromQuota converts the quota of a namespace, for a PUT and its answer.
 func FromQuota(q sandbox.Quota) rest.QuotaSpec {
 	return rest.QuotaSpec{Memory: int64(q.Memory), Sandboxes: q.Sandboxes, Storage: int64(q.Storage)}
 }
@@ -202,10 +205,10 @@ func ToQuota(n sandbox.Namespace, g rest.QuotaSpec) (sandbox.Quota, error) {
 	return q, r.Err()
 }
 
-// FromSecretData is for a PUT or PATCH of a secret.
+// FromSecretData makes the body of a PUT or PATCH of a secret.
 func FromSecretData(d sandbox.SecretData) rest.SecretValues { return rest.SecretValues{Data: d} }
 
-// ToSecretData reads the values of both fields.
+// ToSecretData reads the values in both fields, data and stringData.
 func ToSecretData(g rest.SecretValues) (sandbox.SecretData, error) {
 	data := sandbox.SecretData{}
 	for key, value := range g.Data {

@@ -19,13 +19,14 @@ func toVersion(r *convert.Reader, text rest.ObjectVersion) sandbox.Versioned {
 	return sandbox.Versioned{ResourceVersion: version}
 }
 
-// FromPosition is where a watch goes on: a resource version of a state folder.
+// FromPosition formats the position of a watch: a resource version of a state
+// folder.
 func FromPosition(v sandbox.StateVersion) string {
 	return v.ID + "-" + strconv.FormatUint(v.Version, 10)
 }
 
-// ToPosition reads where a watch is to go on. Without a state folder it is of any; empty is
-// the beginning.
+// ToPosition reads the position from which a watch continues. Without the id of a state
+// folder it applies to any; "" is the beginning.
 func ToPosition(field, text string) (v sandbox.StateVersion, err error) {
 	if text == "" {
 		return v, nil

@@ -1,5 +1,5 @@
-// Package v1alpha1conv converts between the objects that people write
-// (api/v1alpha1) and the vocabulary. A field that is not acted on is an error.
+// Package v1alpha1conv converts between objects in YAML (api/v1alpha1) and the
+// vocabulary. A field that has no effect is an error.
 package v1alpha1conv
 
 import (
@@ -19,7 +19,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// FromTemplateSpec writes a template's spec.
+// FromTemplateSpec converts a template's spec.
 func FromTemplateSpec(s sandbox.TemplateSpec) v1alpha1.SandboxTemplateSpec {
 	out := v1alpha1.SandboxTemplateSpec{
 		Image: s.Image, Init: s.Init, Env: fromEnv(s.Env), Workdir: s.Workdir, User: s.User,
@@ -38,7 +38,7 @@ func FromTemplateSpec(s sandbox.TemplateSpec) v1alpha1.SandboxTemplateSpec {
 	return out
 }
 
-// ToTemplateSpec reads a template's spec, and completes it.
+// ToTemplateSpec reads a template's spec, and sets defaults.
 func ToTemplateSpec(g v1alpha1.SandboxTemplateSpec) (s sandbox.TemplateSpec, err error) {
 	if len(g.Volumes) > 0 {
 		return s, errors.New("volumes: this version has no volumes yet; leave the field out")
@@ -97,7 +97,7 @@ func toPolicy(field string, g *v1alpha1.NetworkPolicy) (*policy.Policy, error) {
 	return sandbox.ParseNetworkPolicy(field, g.Egress, g.Allow, g.Deny)
 }
 
-// FromPoolSpec writes a pool's spec.
+// FromPoolSpec converts a pool's spec.
 func FromPoolSpec(s sandbox.PoolSpec) v1alpha1.SandboxPoolSpec {
 	return v1alpha1.SandboxPoolSpec{
 		TemplateRef: v1alpha1.Ref{Name: string(s.Template)}, Replicas: fromReplicas(s.Replicas), SnapshotAfter: string(s.Stage),
@@ -117,7 +117,7 @@ func ToPoolSpec(g v1alpha1.SandboxPoolSpec) (sandbox.PoolSpec, error) {
 	}, nil
 }
 
-// FromClaimSpec writes a claim's spec.
+// FromClaimSpec converts a claim's spec.
 func FromClaimSpec(s sandbox.ClaimSpec) v1alpha1.SandboxClaimSpec {
 	return v1alpha1.SandboxClaimSpec{
 		PoolRef: v1alpha1.Ref{Name: string(s.Pool)}, Env: fromEnv(s.Env), Secrets: fromSecretRefs(s.Secrets), Metadata: s.Metadata,
@@ -145,7 +145,7 @@ func ToClaimSpec(g v1alpha1.SandboxClaimSpec) (s sandbox.ClaimSpec, err error) {
 	return s, err
 }
 
-// FromForkSpec writes a fork's spec.
+// FromForkSpec converts a fork's spec.
 func FromForkSpec(s sandbox.ForkSpec) v1alpha1.SandboxForkSpec {
 	return v1alpha1.SandboxForkSpec{
 		SourceRef: v1alpha1.Ref{Name: string(s.Source)}, Replicas: fromReplicas(s.Replicas), NetworkPolicy: fromPolicy(s.NetworkPolicy),

@@ -8,7 +8,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// TestRoundTrip: what is written is read as what it was.
+// TestRoundTrip: specs are the same after conversion in both directions.
 func TestRoundTrip(t *testing.T) {
 	converttest.Pair[sandbox.TemplateSpec, v1alpha1.SandboxTemplateSpec]{
 		From: FromTemplateSpec, To: ToTemplateSpec,

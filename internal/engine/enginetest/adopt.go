@@ -19,7 +19,7 @@ func folder(t *testing.T) string {
 	return dir
 }
 
-// leave detaches from a sandbox and adopts it.
+// leave detaches from a sandbox and adopts it again.
 func (s *suite) leave(t *testing.T, sb engine.Sandbox, dir string) engine.Sandbox {
 	t.Helper()
 	if err := sb.Detach(); err != nil {
@@ -40,13 +40,13 @@ func resume(t *testing.T, sb engine.Sandbox) {
 	}
 }
 
-// testAdopt: a sandbox with a folder goes on when it is let go, and whoever
-// adopts it can do all with it that its maker could.
+// testAdopt: a sandbox with a folder goes on after Detach. Whoever adopts it can do
+// everything with it that its maker could.
 func (s *suite) testAdopt(t *testing.T) {
 	dir := folder(t)
 	sb := s.fork(t, s.warm, engine.ForkOptions{Hostname: "kept", Folder: dir})
 	count := number(t, sh(t, sb, askCounter))
-	// Enough data to notice pages that are lost.
+	// Enough data to notice lost pages.
 	sum := sh(t, sb, "head -c 3000000 /dev/urandom > /data; md5sum < /data")
 	before, err := sb.Stats(t.Context())
 	if err != nil {
@@ -67,7 +67,8 @@ func (s *suite) testAdopt(t *testing.T) {
 		t.Errorf("generation %d, not %d (%v)", st.Generation, before.Generation, err)
 	}
 
-	// A live fork of it, left as well; and its children when both were left.
+	// A live fork of it that is left as well, and children of both after both were
+	// left.
 	childDir := folder(t)
 	children, _ := liveFork(t, sb, engine.ForkOptions{Folder: childDir})
 	child := s.leave(t, children[0], childDir)
@@ -89,7 +90,7 @@ func (s *suite) testAdopt(t *testing.T) {
 		}
 	}
 
-	// Hibernation: captured while it stands still, by somebody else.
+	// Hibernation: an adopter captures the sandbox while it stands still.
 	if err := child.Pause(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -110,7 +111,7 @@ func (s *suite) testAdopt(t *testing.T) {
 	s.wantScratch(t, again)
 }
 
-// wantScratch looks at what the template has written to the scratch disk.
+// wantScratch checks the data that the template has written to the scratch disk.
 func (s *suite) wantScratch(t *testing.T, sb engine.Sandbox) {
 	t.Helper()
 	if s.ScratchDevice == "" {
@@ -121,7 +122,8 @@ func (s *suite) wantScratch(t *testing.T, sb engine.Sandbox) {
 	}
 }
 
-// testAdoptRefuses: what is gone is known as such, whoever asks.
+// testAdoptRefuses: Adopt refuses a sandbox that was closed or removed. Remove may be
+// repeated. A booted sandbox has no folder, so neither it nor its forks can be left.
 func (s *suite) testAdoptRefuses(t *testing.T) {
 	dir := folder(t)
 	sb := s.fork(t, s.warm, engine.ForkOptions{Folder: dir})

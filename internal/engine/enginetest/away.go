@@ -16,8 +16,8 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// testLimits: a program that wants more memory than there is, or writes more
-// than its disk holds, harms nobody else.
+// testLimits: a program that exceeds the memory, or writes more than its disk holds,
+// harms no other program.
 func (s *suite) testLimits(t *testing.T) {
 	sb := s.fork(t, s.warm, engine.ForkOptions{})
 	if got := sh(t, sb, "dd if=/dev/zero of=/big bs=1048576 2>&1 | grep -c 'No space left'; rm -f /big"); got != "1" {
@@ -43,20 +43,20 @@ func (s *suite) testLimits(t *testing.T) {
 	}
 }
 
-// orphanEnv names the environment variable by which a test's program becomes a
-// parent that is to be killed.
+// orphanEnv is the environment variable that turns a test's program into a parent to
+// be killed.
 const orphanEnv = "AGENTRUN_ENGINETEST_ORPHAN"
 
-// orphan is what that parent is told, and found what it has made.
+// orphan holds the instructions for that parent, and its report.
 type orphan struct {
 	Snapshot string `json:"snapshot"`
 	Folder   string `json:"folder"`
 	Error    string `json:"error,omitempty"`
 }
 
-// Orphan makes this process the parent of a sandbox, and waits to be killed, if
-// the suite has started it for that; else it returns at once. Programs that call
-// Run call it first.
+// Orphan makes this process the parent of a sandbox, and waits to be killed, if the
+// suite has started the process for that. Otherwise it returns at once. Programs that
+// call Run call it first.
 func Orphan(open func() (engine.Engine, error)) {
 	text := os.Getenv(orphanEnv)
 	if text == "" {
@@ -123,7 +123,7 @@ func (s *suite) testAdoption(t *testing.T) {
 	if err != nil || pid == 0 || st.Own == 0 {
 		t.Fatalf("process %d with %+v, %v: the sandbox has died with its parent", pid, st, err)
 	}
-	for range 2 { // a parent that leaves does no harm either
+	for range 2 { // an adopter that detaches does no harm either
 		sb, err := s.Engine.Adopt(t.Context(), o.Folder)
 		if err != nil {
 			t.Fatal(err)
@@ -150,8 +150,8 @@ func (s *suite) testAdoption(t *testing.T) {
 	}
 }
 
-// testDialTCP: where Dial reaches TCP ports, a server inside is spoken to, both
-// ways and to the end.
+// testDialTCP: where the engine has TCPPorts, Dial reaches a server inside. Data goes
+// both ways, up to the end of each stream.
 func (s *suite) testDialTCP(t *testing.T, sb engine.Sandbox) {
 	const port = 7777
 	sh(t, sb, fmt.Sprintf("nc -l -p %d -e cat </dev/null >/dev/null 2>&1 & while ! grep -q ':1E61 ' /proc/net/tcp /proc/net/tcp6; do usleep 10000; done", port))

@@ -7,16 +7,15 @@ import (
 	"agentrun.dev/internal/engine"
 )
 
-// late is by how much setBack sets a clock back.
+// late is how far setBack sets a clock back.
 const late = time.Hour
 
-// setBack sets a sandbox's wall clock back, as if it had stood still for an hour,
-// and returns a check that it is right again. In a sandbox whose clock is the
-// host's nobody can set it; there the check is that a pause of some seconds does
-// not show.
+// setBack sets a sandbox's wall clock back, as if it had stood still for an hour, and
+// returns a check that it is right again. If the sandbox's clock is the host's,
+// nobody can set it. The check is then that a pause of some seconds leaves no trace.
 func setBack(t *testing.T, sb engine.Sandbox) (check func(*testing.T)) {
 	t.Helper()
-	tolerance := 2 * time.Second // of which one is that date tells no less
+	tolerance := 2 * time.Second // date rounds down to whole seconds, which accounts for one of them
 	if sh(t, sb, `date -s @$(($(date +%s) - 3600)) >/dev/null 2>&1 && echo set || true`) == "set" {
 		tolerance = late / 2
 	}
@@ -28,7 +27,7 @@ func setBack(t *testing.T, sb engine.Sandbox) (check func(*testing.T)) {
 	}
 }
 
-// clockOff is by how much a sandbox's wall clock differs from the host's.
+// clockOff is how far a sandbox's wall clock is from the host's.
 func clockOff(t *testing.T, sb engine.Sandbox) time.Duration {
 	t.Helper()
 	before := time.Now()
@@ -36,8 +35,8 @@ func clockOff(t *testing.T, sb engine.Sandbox) time.Duration {
 	return max(before.Sub(now), time.Until(now), 0)
 }
 
-// testClock: the wall clock is the host's after a sandbox has stood still,
-// whoever resumes it. One that has not is left alone.
+// testClock: after a sandbox has stood still, its wall clock is the host's, whoever
+// resumes it. Resuming a running sandbox does not touch its clock.
 func (s *suite) testClock(t *testing.T) {
 	dir := folder(t)
 	sb := s.fork(t, s.warm, engine.ForkOptions{Folder: dir})
@@ -60,7 +59,7 @@ func (s *suite) testClock(t *testing.T) {
 	}
 	setBack(t, sb)
 	was := clockOff(t, sb)
-	resume(t, sb) // it runs
+	resume(t, sb) // it already runs
 	sb = s.leave(t, sb, dir)
 	resume(t, sb)
 	if off := clockOff(t, sb); (off > late/2) != (was > late/2) {

@@ -9,12 +9,12 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// diskSize is that of the disk in testDisk: not half of the memory, and no whole
-// number of pages.
+// diskSize is the size of the disk in testDisk. It differs from half of the memory,
+// and is no multiple of the page size.
 const diskSize = 24<<20 + 1000
 
-// testDisk: the layer that a sandbox writes to is as large as it was asked for,
-// no larger, and its own, in forks of all kinds.
+// testDisk: the writable layer of a sandbox has exactly the size that was asked for,
+// and is the sandbox's own, in forks of all kinds.
 func (s *suite) testDisk(t *testing.T) {
 	spec := s.Spec
 	spec.Disk, spec.Scratch = diskSize, 0
@@ -25,7 +25,7 @@ func (s *suite) testDisk(t *testing.T) {
 	t.Cleanup(func() { _ = source.Close() })
 	wantDisk(t, source, "what was booted")
 	s.fillDisk(t, source, "what was booted")
-	// It is over the image: what that has is there, and can be changed.
+	// The layer is over the image: the image's files are there and can be changed.
 	sum := sh(t, source, "head -c 3000000 /dev/urandom > /data; md5sum < /data; echo changed > /etc/passwd; rm -r /var; mkdir /var; ls /var")
 	sh(t, source, "sync")
 	s.wantUse(t, source, "what was booted", 3_000_000, diskSize/2)
@@ -45,7 +45,7 @@ func (s *suite) testDisk(t *testing.T) {
 		return snap
 	}
 
-	// Live forks of what has no snapshot yet.
+	// Live forks of a sandbox that has no snapshot yet.
 	sh(t, source, "echo source > /who")
 	children, _ := liveFork(t, source, engine.ForkOptions{}, engine.ForkOptions{})
 	sh(t, children[0], "echo child > /who")
@@ -67,7 +67,7 @@ func (s *suite) testDisk(t *testing.T) {
 		t.Errorf("what has deleted a file holds %q", got)
 	}
 
-	// Forked while it runs, let go, adopted, and hibernated.
+	// A fork is forked while it runs, left, adopted, and hibernated.
 	children, _ = liveFork(t, a, engine.ForkOptions{})
 	check(children[0], "a live fork of a fork", "a")
 	a = s.leave(t, a, dir)
@@ -99,10 +99,10 @@ func (s *suite) testDisk(t *testing.T) {
 	}
 }
 
-// wantDisk looks at the size of a disk.
+// wantDisk checks the size of a disk.
 func wantDisk(t *testing.T, sb engine.Sandbox, who string) {
 	t.Helper()
-	// A file system needs some of its room for itself.
+	// A file system needs some of the disk for itself.
 	const least = diskSize / 100 * 95
 	if size := number(t, sh(t, sb, "df -k / | awk 'END { print $2 }'")) << 10; size < least || size > diskSize+4096 {
 		t.Errorf("the disk of %s has %d bytes, not %d", who, size, diskSize)
@@ -118,17 +118,17 @@ func (s *suite) fillDisk(t *testing.T, sb engine.Sandbox, who string) {
 	if !strings.Contains(got, "No space left on device") || lines[len(lines)-1] != "room" {
 		t.Errorf("%s did not fill up, or stayed full: %q", who, got)
 	}
-	s.wantUse(t, sb, who, 0, diskSize/2) // what was deleted is given back
+	s.wantUse(t, sb, who, 0, diskSize/2) // space of deleted files is given back
 	if filled := number(t, lines[len(lines)-2]); filled > free || filled < free-free/10 {
 		t.Errorf("%s took %d bytes, of which %d were free", who, filled, free)
 	}
 }
 
-// wantUse looks at what the disk of a sandbox takes of the host's.
+// wantUse checks how much of the host's disk the sandbox's disk takes.
 func (s *suite) wantUse(t *testing.T, sb engine.Sandbox, who string, least, most uint64) {
 	t.Helper()
 	if !s.caps.Disks {
-		least, most = 0, 0 // it is memory
+		least, most = 0, 0 // the disk is in memory
 	}
 	if st, err := sb.Stats(t.Context()); err != nil || st.Disk < least || st.Disk > most {
 		t.Errorf("the disk of %s takes %d bytes, not %d to %d (%v)", who, st.Disk, least, most, err)

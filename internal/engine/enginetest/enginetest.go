@@ -22,29 +22,30 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// Target is what the suite needs of an engine.
+// Target describes the engine under test.
 type Target struct {
-	// Engine is the one under test.
+	// Engine is the engine under test.
 	Engine engine.Engine
 	// Spec describes the sandbox to boot. Its root filesystem has a POSIX
 	// shell and the usual tools, and Scratch is not 0 if the engine has disks.
 	Spec engine.Spec
-	// Forks is how many forks are alive at once in the test of many.
+	// Forks is how many forks are alive at once in testPrivate.
 	Forks int
-	// ScratchDevice is the scratch disk in the guest, empty without one.
+	// ScratchDevice is the path of the scratch disk in the guest; empty without one.
 	ScratchDevice string
 	// ChildEnv is the environment in which Orphan opens the same engine.
 	ChildEnv []string
-	// Key is the one that the engine was opened with.
+	// Key is the key that the engine was opened with.
 	Key *seal.Key
-	// Skip are the parts of the suite that are not to run, by name.
+	// Skip names the parts of the suite that are not to run.
 	Skip []string
 }
 
-// patience ends a test that hangs; nothing is measured with it.
+// patience ends a test that hangs. It measures nothing.
 const patience = 5 * time.Minute
 
-// suite is a booted and warmed-up sandbox, captured once; the tests fork it.
+// suite is a booted and warmed-up sandbox that was captured once. The tests fork the
+// capture.
 type suite struct {
 	Target
 	caps   engine.Capabilities
@@ -67,7 +68,7 @@ func Run(t *testing.T, target Target) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = s.booted.Close() })
-	// What a template does: a process that runs, a file, a disk.
+	// The actions of a template: start a process, write a file, write to a disk.
 	sh(t, s.booted, warmUp)
 	if s.ScratchDevice != "" {
 		sh(t, s.booted, "echo from the parent | dd of="+s.ScratchDevice+" bs=512 conv=fsync 2>/dev/null")
@@ -213,8 +214,8 @@ func (s *suite) testSourceGoesOn(t *testing.T) {
 	}
 }
 
-// testForkContinues: the warmed-up process goes on in the fork, from where it
-// was.
+// testForkContinues: the warmed-up process goes on in the fork from the instant of
+// the capture.
 func (s *suite) testForkContinues(t *testing.T) {
 	a := s.fork(t, s.warm, engine.ForkOptions{})
 	first := number(t, sh(t, a, askCounter))
@@ -232,13 +233,13 @@ func (s *suite) testForkContinues(t *testing.T) {
 			t.Errorf("the disk holds %q", got)
 		}
 	}
-	// It still runs.
+	// The counter still runs.
 	for later := first; later == first; {
 		later = number(t, sh(t, a, askCounter))
 	}
 }
 
-// testIdentity: forks differ in everything that must not be the same twice.
+// testIdentity: forks differ in everything that must be unique.
 func (s *suite) testIdentity(t *testing.T) {
 	const who = `hostname; cat /etc/machine-id; head -c 16 /dev/urandom | od -An -tx1; cat /proc/sys/kernel/random/uuid; cat /run/agentrun/generation; date +%s`
 	a := s.fork(t, s.warm, engine.ForkOptions{Hostname: "left"})
@@ -261,11 +262,11 @@ func (s *suite) testIdentity(t *testing.T) {
 	}
 }
 
-// patienceForClock is how far a fork's wall clock may be from ours when we
-// look, in seconds: the look itself takes time on a slow machine.
+// patienceForClock is how many seconds a fork's wall clock may be from ours when we
+// look. The look itself takes time on a slow machine.
 const patienceForClock = 60
 
-// testMoved: a snapshot's folder works elsewhere.
+// testMoved: a snapshot's folder works at another path.
 func (s *suite) testMoved(t *testing.T) {
 	source := s.fork(t, s.warm, engine.ForkOptions{})
 	here, there := filepath.Join(s.dir, "here"), filepath.Join(t.TempDir(), "there")
@@ -301,11 +302,11 @@ func (s *suite) testMoved(t *testing.T) {
 	}
 }
 
-// testPause: a paused sandbox answers nothing. Whether its monotonic clock counts
-// the pause is as the engine says.
+// testPause: a paused sandbox answers nothing. Its monotonic clock counts the pause
+// exactly if the engine says that it does.
 func (s *suite) testPause(t *testing.T) {
 	sb := s.fork(t, s.warm, engine.ForkOptions{})
-	// uptime is the guest's clock, which was read at some time between from and to.
+	// uptime reads the guest's clock, at some time between from and to.
 	uptime := func() (now time.Duration, from, to time.Time) {
 		from = time.Now()
 		f, err := strconv.ParseFloat(strings.Fields(sh(t, sb, "cat /proc/uptime"))[0], 64)
@@ -333,7 +334,8 @@ func (s *suite) testPause(t *testing.T) {
 	}
 	clock(t)
 	end, from, to := uptime()
-	// A busy host runs programs late: what has passed is known within these bounds.
+	// A busy host runs programs late, so the time that has passed is known only
+	// within these bounds.
 	passed, least, most := end-begin, from.Sub(latest), to.Sub(earliest)
 	if s.caps.ClockCountsPauses && passed < least-time.Second || !s.caps.ClockCountsPauses && passed > most-gap+time.Second {
 		t.Errorf("the guest counted %v of %v to %v, of which %v were paused; the engine says that it counts pauses: %t", passed, least, most, gap, s.caps.ClockCountsPauses)
@@ -423,5 +425,5 @@ func number(t *testing.T, s string) int {
 	return n
 }
 
-// second is the error of a call.
+// second is the error of a call with one other result.
 func second[T any](_ T, err error) error { return err }

@@ -10,8 +10,8 @@ import (
 	"agentrun.dev/internal/engine"
 )
 
-// testFiles: a file is a disk of the sandbox, which cannot be captured then; an
-// engine without disks refuses files by name.
+// testFiles: an attached file is a disk of the sandbox, and such a sandbox cannot be
+// captured. An engine without disks refuses files with ErrNoDisks.
 func (s *suite) testFiles(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(path, bytes.Repeat([]byte("attached"), 512), 0o600); err != nil {

@@ -11,10 +11,10 @@ import (
 	"agentrun.dev/internal/engine"
 )
 
-// testPrivate: many forks write everywhere and look everywhere, and draw random
-// numbers of their own.
+// testPrivate: many forks write to the same places and read them all back, and each
+// draws random numbers of its own.
 func (s *suite) testPrivate(t *testing.T) {
-	// Without the counter, which in a hundred forks would leave no processor
+	// This source runs no counter: in a hundred forks it would leave no processor
 	// time for anything else.
 	source := s.fork(t, s.warm, engine.ForkOptions{})
 	sh(t, source, "kill $(cat /run/test/pid)")
@@ -51,7 +51,7 @@ func (s *suite) testPrivate(t *testing.T) {
 			t.Errorf("fork %d: %q", i, got)
 		}
 	})
-	var drawn sync.Map // random numbers: which fork had them
+	var drawn sync.Map // random number → the fork that drew it
 	each(func(int) string {
 		script := "head -c 16 /dev/urandom | od -An -tx1; hostname; cat /run/test/mine /mine; "
 		if device != "" {
@@ -76,7 +76,7 @@ func (s *suite) testPrivate(t *testing.T) {
 	}
 }
 
-// testForkOfFork, five deep.
+// testForkOfFork makes a fork of a fork, five deep.
 func (s *suite) testForkOfFork(t *testing.T) {
 	from := s.warm
 	for depth := 1; depth <= 5; depth++ {

@@ -17,16 +17,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What a sandbox is filled with in the test of hibernation, and what there is
-// beside it while it is written: less than a fourth.
+// filledMiB is how much memory the test of hibernation fills in a sandbox. besideMiB,
+// less than a fourth of that, is how much memory there is beside the sandbox while it
+// is written.
 const (
 	filledMiB = 96
 	besideMiB = 20
 )
 
-// Hibernation tests that a sandbox which stands still is written to disk without
-// a copy of its memory anywhere, and that it goes on if that fails. open opens an
-// engine with a folder for resident layers; spec has at least 256 MiB.
+// Hibernation tests that a sandbox which stands still is written to disk without a
+// copy of its memory anywhere, and that the sandbox goes on if writing fails. open
+// opens an engine with a folder for resident layers. spec has at least 256 MiB of
+// memory.
 func Hibernation(t *testing.T, open func(t *testing.T, resident string, key *seal.Key) engine.Engine, spec engine.Spec) {
 	if os.Geteuid() != 0 {
 		t.Fatal("a file system of a given size needs root")
@@ -68,7 +70,7 @@ func tmpfs(t *testing.T, mib int) string {
 	return dir
 }
 
-// resize changes how much a file system in memory holds.
+// resize changes the size of a file system in memory.
 func resize(t *testing.T, dir string, mib int) {
 	t.Helper()
 	if err := unix.Mount("", dir, "", unix.MS_REMOUNT, fmt.Sprintf("size=%dm", mib)); err != nil {
@@ -85,9 +87,9 @@ func usedBytes(t *testing.T, dir string) uint64 {
 	return (st.Blocks - st.Bfree) * uint64(st.Bsize)
 }
 
-// memoryFiles is how many bytes this process has in memfds.
+// memoryFiles is how many bytes of memfds this process has open.
 func memoryFiles() (bytes uint64) {
-	fds, _ := filepath.Glob("/proc/self/fd/*") // the pattern is right
+	fds, _ := filepath.Glob("/proc/self/fd/*") // the pattern is valid
 	for _, fd := range fds {
 		name, err := os.Readlink(fd)
 		if err != nil || !strings.HasPrefix(name, "/memfd:") {
@@ -101,12 +103,13 @@ func memoryFiles() (bytes uint64) {
 	return bytes
 }
 
-// watchMemoryFiles says how many bytes of memfds there were at most, until stop.
+// watchMemoryFiles measures the bytes in memfds until stop, which returns the
+// maximum.
 func watchMemoryFiles() (stop func() uint64) {
 	end, most := make(chan struct{}), make(chan uint64)
 	go func() {
 		highest := uint64(0)
-		// A loop without a break would take half of a machine with one processor.
+		// A loop without pauses would take half of a machine with one processor.
 		look := time.NewTicker(5 * time.Millisecond)
 		defer look.Stop()
 		for {
@@ -142,8 +145,9 @@ func (h *hibernation) run(t *testing.T, spec engine.Spec) {
 		t.Fatal(err)
 	}
 	defer func() { _ = sb.Close() }()
-	// Random numbers and digests of so much would take minutes in an emulated machine.
-	// Each copy of the piece begins elsewhere in a page.
+	// Random numbers and digests of this much memory would take minutes in an
+	// emulated machine. Each copy of the piece begins at a different offset in its
+	// page.
 	sh(t, sb, fmt.Sprintf("dd if=/dev/urandom of=/run/piece bs=1M count=1 2>/dev/null; "+
 		"i=0; while [ $i -lt %d ]; do echo $i; cat /run/piece; i=$((i+1)); done > /dev/shm/fill", filledMiB))
 	sum := fmt.Sprintf("wc -c < /dev/shm/fill; "+
@@ -155,7 +159,7 @@ func (h *hibernation) run(t *testing.T, spec engine.Spec) {
 	if err := sb.Pause(ctx); err != nil {
 		t.Fatal(err)
 	}
-	// The disk is full: it goes on as it was.
+	// The disk is too small: the snapshot fails and the sandbox goes on as before.
 	small := tmpfs(t, filledMiB/2)
 	if snap, err := sb.Snapshot(ctx, filepath.Join(small, "image"), h.opts...); err == nil {
 		t.Errorf("%d MiB were written to a disk of %d MiB: %v", filledMiB, filledMiB/2, snap.ID())
@@ -202,12 +206,11 @@ func (h *hibernation) run(t *testing.T, spec engine.Spec) {
 	h.again(ctx, t, awake, home, before, sum)
 }
 
-// again hibernates what woke up, and wakes it, more often than a stack may have
-// layers.
+// again hibernates and wakes the sandbox more often than a stack may have layers.
 func (h *hibernation) again(ctx context.Context, t *testing.T, sb engine.Sandbox, home, before, sum string) {
 	rounds := 1
-	// A stack has a layer of each life. To seal and open them all takes minutes in an
-	// emulated machine.
+	// A stack has a layer for each time that the sandbox ran. Sealing and opening all
+	// of them takes minutes in an emulated machine.
 	if h.engine.Capabilities().SharesMemory && (len(h.opts) == 0 || soak.On()) {
 		rounds = layer.MaxLayers + 1
 	}

@@ -13,7 +13,8 @@ import (
 	"agentrun.dev/internal/storage/image"
 )
 
-// TempDir is a folder on tmpfs, for all that an engine keeps. It is removed with the test.
+// TempDir is a folder on tmpfs for all files of an engine. It is removed with the
+// test.
 func TempDir(t testing.TB) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("/dev/shm", "agentrun-test-")
@@ -25,7 +26,7 @@ func TempDir(t testing.TB) string {
 }
 
 // MakeRoot makes an EROFS image of a busybox root in dir, and returns its path. The
-// caller's package is two folders below the repository's.
+// caller's package is two folders below the repository's root.
 func MakeRoot(dir string) (string, error) {
 	root, file := filepath.Join(dir, "root"), filepath.Join(dir, "root.erofs")
 	ctx := context.Background()
@@ -35,7 +36,7 @@ func MakeRoot(dir string) (string, error) {
 	return file, image.FromDir(ctx, root, file)
 }
 
-// MemoryLimit is the file with the limit of the cgroup that a process is in.
+// MemoryLimit is the file that holds the memory limit of a process's cgroup.
 func MemoryLimit(t testing.TB, pid int) string {
 	t.Helper()
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
@@ -57,7 +58,8 @@ func MemoryLimit(t testing.TB, pid int) string {
 	return ""
 }
 
-// Hold opens processes that are not the test's children, whose end can then be waited for.
+// Hold opens processes that are not children of the test, so that the test can wait
+// for their end.
 func Hold(t testing.TB, pids []int) (held []*procid.Handle) {
 	t.Helper()
 	for _, pid := range pids {

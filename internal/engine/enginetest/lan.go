@@ -19,29 +19,30 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lan is the network of one sandbox, at the other end of its wire: a gateway
-// that answers pings, a DNS server that has the same answer for every name, and
-// a TCP port that returns what it gets, on any address that is routed there. It
-// takes what a sandbox leaves to its network, and leaves as much to the sandbox.
+// lan is the network of one sandbox, at the other end of its wire. Its gateway
+// answers pings. Its DNS server gives the same answer for every name. A TCP port
+// returns the bytes that it gets, on any address that is routed there. The lan
+// completes checksums and segments that a sandbox leaves to its network, and leaves
+// its own to the sandbox.
 type lan struct {
 	wire    *os.File
-	answer  [4]byte // to every name
+	answer  [4]byte // of the DNS server to every name
 	stopped chan struct{}
-	slow    time.Duration // before each message that it reads
+	slow    time.Duration // wait before each message that the lan reads
 
 	mu      sync.Mutex // protects all following fields
-	names   []string   // that were asked for
+	names   []string   // that the sandbox asked for
 	dials   []string   // addresses and ports of TCP connections
-	bad     []string   // frames that no network would take
+	bad     []string   // why frames were invalid
 	conns   map[string]*lanConn
-	longest [2]int     // payload of a segment from the sandbox, and to it
-	partial int        // frames from the sandbox whose checksum was to be completed
-	pings   int        // that have come
-	echoed  int        // bytes that were returned
+	longest [2]int     // payload of the longest segment from the sandbox, and to it
+	partial int        // frames from the sandbox whose checksum the lan completed
+	pings   int        // pings received
+	echoed  int        // bytes returned
 	taken   *sync.Cond // broadcast after each message
 }
 
-// What the lan and its sandboxes are called.
+// Addresses and MACs of the lan.
 var (
 	lanMAC     = [6]byte{2, 0, 0, 0, 0, 2}
 	lanGateway = netip.AddrFrom4([4]byte{10, 0, 2, 2})
@@ -53,7 +54,7 @@ var (
 
 const lanEchoPort = 7
 
-// lanNetwork is the interface of a sandbox in it.
+// lanNetwork is the interface of a sandbox in a lan.
 func lanNetwork() *engine.Network {
 	return &engine.Network{
 		MAC: [6]byte{2, 0, 0, 0, 0, 15}, MTU: 1400,
@@ -62,11 +63,11 @@ func lanNetwork() *engine.Network {
 	}
 }
 
-// newLAN makes one at the wire of a sandbox. Its answer to every name ends with
-// this number.
+// newLAN makes a lan at the wire of a sandbox. Its answer to every name ends with
+// number.
 func newLAN(t *testing.T, sb engine.Sandbox, number byte) *lan { return newSlowLAN(t, sb, number, 0) }
 
-// newSlowLAN makes one that takes its time before each message.
+// newSlowLAN makes a lan that waits for slow before each message.
 func newSlowLAN(t *testing.T, sb engine.Sandbox, number byte, slow time.Duration) *lan {
 	t.Helper()
 	wire, err := sb.Wire()
@@ -86,15 +87,15 @@ func newSlowLAN(t *testing.T, sb engine.Sandbox, number byte, slow time.Duration
 	return l
 }
 
-// end ends the lan; another one can come.
+// end ends the lan. Another lan can take its place.
 func (l *lan) end() {
-	_ = l.wire.Close() // twice is fine
+	_ = l.wire.Close() // closing twice is fine
 	<-l.stopped
 }
 
 // isInside checks that a wire was made in another network namespace than this
-// one: with a socket of the host's, a sandbox could send to the host's abstract
-// addresses.
+// process's. With a socket of the host's namespace, a sandbox could send to the
+// host's abstract addresses.
 func isInside(t *testing.T, wire *os.File) {
 	t.Helper()
 	raw, err := wire.SyscallConn()
@@ -122,21 +123,21 @@ func isInside(t *testing.T, wire *os.File) {
 	}
 }
 
-// asked are the names that were asked for, dialed the connections.
+// asked returns the names that the sandbox asked for. dialed returns its connections.
 func (l *lan) asked() []string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return slices.Clone(l.names)
 }
 
-// seen is what the lan has counted.
+// seen returns the lan's counts of long segments and partial checksums.
 func (l *lan) seen() (longest [2]int, partial int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.longest, l.partial
 }
 
-// until waits for something that only messages change.
+// until waits for a condition that only messages change.
 func (l *lan) until(t *testing.T, what string, is func() bool) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -179,12 +180,12 @@ func (l *lan) serve() {
 		l.taken.Broadcast()
 		l.mu.Unlock()
 		for _, reply := range replies {
-			_, _ = l.wire.Write(reply) // it waits for room; the sandbox may have gone
+			_, _ = l.wire.Write(reply) // it waits for room; an error means that the sandbox may have gone
 		}
 	}
 }
 
-// takeMessage does what a message leaves to do, and returns the answers.
+// takeMessage completes a message's checksum and segments, and returns the answers.
 func (l *lan) takeMessage(m []byte) ([][]byte, error) {
 	h, f, err := wire.Parse(m)
 	if err != nil {
@@ -195,7 +196,7 @@ func (l *lan) takeMessage(m []byte) ([][]byte, error) {
 	}
 	if h.Flags&wire.NeedsChecksum != 0 {
 		l.partial++
-		h.Complete(f) // of a long segment it is the sum of all of it
+		h.Complete(f) // the checksum of a long segment covers the whole segment
 	}
 	return l.take(h, f)
 }
@@ -206,7 +207,7 @@ const (
 	ipLen, ip6Len, minTransport                = 20, 40, 8
 )
 
-// take looks at a frame and returns the answers.
+// take reads a frame and returns the answers.
 func (l *lan) take(h wire.Header, f []byte) ([][]byte, error) {
 	mac := lanNetwork().MAC
 	if !bytes.Equal(f[6:12], mac[:]) {
@@ -218,12 +219,12 @@ func (l *lan) take(h wire.Header, f []byte) ([][]byte, error) {
 		return arpReply(body), nil
 	case etherIPv4:
 		if len(body) < ipLen || body[0] != 0x45 || int(binary.BigEndian.Uint16(body[2:])) > len(body) {
-			return nil, nil // options, which nobody here sends but IGMP
+			return nil, nil // IP options, which only IGMP uses here
 		}
 		if checksum(body[:ipLen]) != 0 {
 			return nil, errors.New("the checksum of its header")
 		}
-		fragment := binary.BigEndian.Uint16(body[6:]) & 0x3fff // more follow, or are before
+		fragment := binary.BigEndian.Uint16(body[6:]) & 0x3fff // more fragments follow, or some came before
 		p := packet{
 			from: netip.AddrFrom4([4]byte(body[12:16])), to: netip.AddrFrom4([4]byte(body[16:20])),
 			proto: body[9], data: body[ipLen:binary.BigEndian.Uint16(body[2:])],
@@ -244,12 +245,12 @@ func (l *lan) take(h wire.Header, f []byte) ([][]byte, error) {
 	return nil, nil
 }
 
-// takePacket looks at a packet, which is not a fragment.
+// takePacket reads a packet, which is not a fragment.
 func (l *lan) takePacket(h wire.Header, p packet) ([][]byte, error) {
 	switch p.proto {
 	case protoICMP, protoICMPv6, protoTCP, protoUDP:
 	default:
-		return nil, nil // groups of IPv6, behind an extension header
+		return nil, nil // messages to IPv6 groups, behind an extension header
 	}
 	if len(p.data) < minTransport {
 		return nil, errors.New("its length")
@@ -275,7 +276,8 @@ func (l *lan) takePacket(h wire.Header, p packet) ([][]byte, error) {
 	return replies, nil
 }
 
-// dns answers a query for an A record, and with nothing any other.
+// dns answers a query for an A record with the lan's address, and any other query
+// with an empty answer.
 func (l *lan) dns(udp []byte) [][]byte {
 	q := udp[8:]
 	if binary.BigEndian.Uint16(udp[2:]) != 53 || len(q) < 12 {

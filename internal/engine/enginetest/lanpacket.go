@@ -8,14 +8,14 @@ import (
 	"agentrun.dev/internal/network/wire"
 )
 
-// packet is one of IPv4 or IPv6, as it came.
+// packet is a received packet of IPv4 or IPv6.
 type packet struct {
 	from, to netip.Addr
 	proto    byte
 	data     []byte
 }
 
-// sum is the checksum of the contents: 0 if it is right.
+// sum is the checksum of the contents; 0 if the packet is intact.
 func (p packet) sum() uint16 {
 	if p.proto == protoICMP {
 		return checksum(p.data)
@@ -23,13 +23,14 @@ func (p packet) sum() uint16 {
 	return checksum(append(p.pseudo(len(p.data)), p.data...))
 }
 
-// pseudo is what the checksums of all but ICMP also cover. Its length is even.
+// pseudo is the pseudo-header that all checksums but ICMP's also cover. Its length is
+// even.
 func (p packet) pseudo(length int) []byte {
 	b := append(p.from.AsSlice(), p.to.AsSlice()...)
 	return binary.BigEndian.AppendUint16(append(b, 0, p.proto), uint16(length))
 }
 
-// sumAt is where the checksum of the contents is.
+// sumAt is the offset of the checksum in the contents.
 func (p packet) sumAt() int {
 	switch p.proto {
 	case protoUDP:
@@ -40,8 +41,9 @@ func (p packet) sumAt() int {
 	return 2
 }
 
-// reply is the message with a packet that goes back. With a size of segments it is
-// left to the sandbox to cut it up, with a size of 0 it is complete.
+// reply is the message with a packet back to the sender. With a nonzero segment, the
+// sandbox has to cut the packet into segments of that size. With 0 the packet is
+// complete.
 func (p packet) reply(data []byte, segment int) []byte {
 	back := packet{from: p.to, to: p.from, proto: p.proto, data: data}
 	kind, ip := uint16(etherIPv4), ipLen
@@ -68,7 +70,7 @@ func (p packet) reply(data []byte, segment int) []byte {
 	return append(head[:], ethernet(kind, back.header(ip), data)...)
 }
 
-// header is that of IP.
+// header is the IP header of a packet.
 func (p packet) header(n int) []byte {
 	r := make([]byte, n)
 	if p.from.Is6() {
@@ -92,7 +94,7 @@ func ethernet(kind uint16, parts ...[]byte) []byte {
 	return append(binary.BigEndian.AppendUint16(f, kind), slices.Concat(parts...)...)
 }
 
-// arpReply answers for the gateway and the DNS server.
+// arpReply answers ARP requests for the gateway and the DNS server.
 func arpReply(b []byte) [][]byte {
 	if len(b) < 28 || b[7] != 1 {
 		return nil
@@ -109,7 +111,8 @@ func arpReply(b []byte) [][]byte {
 	return [][]byte{append(make([]byte, wire.HeaderLen), ethernet(etherARP, r)...)}
 }
 
-// pong answers pings, and who asks for the gateway and the DNS server of IPv6.
+// pong answers pings, and neighbour solicitations for the IPv6 addresses of gateway
+// and DNS server.
 func (p packet) pong() [][]byte {
 	const echo, echo6, reply6, solicit, advertise = 8, 128, 129, 135, 136
 	r := slices.Clone(p.data)
@@ -121,19 +124,19 @@ func (p packet) pong() [][]byte {
 	case p.proto == protoICMPv6 && r[0] == solicit && len(r) >= 24:
 		target := netip.AddrFrom16([16]byte(r[8:24]))
 		if target != lanGateway6 && target != lanDNS6 || p.from.IsUnspecified() {
-			return nil // who asks for a free address gets no answer
+			return nil // a solicitation for a free address gets no answer
 		}
-		p.to = target // who answers
+		p.to = target // the address that answers
 		r = append(r[:24:24], 2, 1)
 		r = append(r, lanMAC[:]...)
-		r[0], r[4] = advertise, 0x60 // asked for, and better than what was known
+		r[0], r[4] = advertise, 0x60 // flags: solicited, override
 	default:
 		return nil
 	}
 	return [][]byte{p.reply(r, 0)}
 }
 
-// checksum is that of RFC 1071; of what has a right one it is 0.
+// checksum is the checksum of RFC 1071; over data with a valid checksum it is 0.
 func checksum(b []byte) uint16 {
 	var sum uint32
 	for i := 0; i < len(b); i += 2 {

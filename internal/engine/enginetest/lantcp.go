@@ -17,12 +17,12 @@ const (
 
 const (
 	tcpLen     = 20
-	tcpSegment = 1340 // of an MTU of 1400, and IPv6
+	tcpSegment = 1340 // payload at an MTU of 1400, over IPv6
 	tcpLongest = 60000
 	tcpWindow  = 1<<16 - 1
 )
 
-// segment is one of TCP, as it came.
+// segment is a received TCP segment.
 type segment struct {
 	packet
 	header   []byte
@@ -32,18 +32,18 @@ type segment struct {
 	data     []byte
 }
 
-// lanConn is a TCP connection to the lan, which returns what it gets. It never
-// sends anything twice: no frame to a sandbox is lost.
+// lanConn is a TCP connection to the lan, which returns the bytes that it gets. It
+// never retransmits: no frame to a sandbox is lost.
 type lanConn struct {
-	next, acked uint32 // the next byte to send, and the first that may not have arrived
-	window      uint32 // how many the sandbox takes beyond that
-	want        uint32 // the next byte of the sandbox
-	pending     []byte // to be returned
-	closing     bool   // the sandbox has no more to say
-	closed      bool   // neither have we
+	next, acked uint32 // the next byte to send, and the first one that the sandbox has not acknowledged
+	window      uint32 // how many bytes the sandbox accepts beyond acked
+	want        uint32 // the next byte that the sandbox will send
+	pending     []byte // bytes to be returned
+	closing     bool   // the sandbox has sent its FIN
+	closed      bool   // the lan has sent its FIN
 }
 
-// tcp takes a segment of any connection. What belongs to none is reset.
+// tcp takes a segment of any connection. A segment of no known connection is reset.
 func (l *lan) tcp(h wire.Header, p packet) [][]byte {
 	b := p.data
 	if len(b) < tcpLen || int(b[12]>>4)*4 > len(b) {
@@ -80,7 +80,8 @@ func (l *lan) tcp(h wire.Header, p packet) [][]byte {
 	return c.take(l, s)
 }
 
-// take takes a segment of a connection, and returns what may be sent now.
+// take takes a segment of a connection, and returns the segments that may be sent
+// now.
 func (c *lanConn) take(l *lan, s segment) (out [][]byte) {
 	c.acked, c.window = s.ack, s.window
 	if s.seq == c.want {
@@ -114,14 +115,14 @@ func (c *lanConn) take(l *lan, s segment) (out [][]byte) {
 	return out
 }
 
-// reply is a segment that goes back.
+// reply is a segment back to the sender.
 func (s segment) reply(flags byte, seq, ack uint32, data []byte) []byte {
 	r := make([]byte, tcpLen, tcpLen+4+len(data))
 	copy(r[0:], s.header[2:4])
 	copy(r[2:], s.header[0:2])
 	binary.BigEndian.PutUint32(r[4:], seq)
 	binary.BigEndian.PutUint32(r[8:], ack)
-	if flags&flagSYN != 0 { // how long segments may be
+	if flags&flagSYN != 0 { // the maximum segment size option
 		r = append(r, 2, 4, tcpSegment>>8, tcpSegment&0xff)
 	}
 	r[12], r[13] = byte(len(r)/4)<<4, flags

@@ -8,7 +8,7 @@ import (
 	"agentrun.dev/internal/engine"
 )
 
-// liveFork forks a running sandbox; all children must come up.
+// liveFork forks a running sandbox. Every child must come up.
 func liveFork(t *testing.T, sb engine.Sandbox, opts ...engine.ForkOptions) ([]engine.Sandbox, engine.LiveForkStats) {
 	t.Helper()
 	f, err := sb.Fork(t.Context(), opts)
@@ -24,9 +24,9 @@ func liveFork(t *testing.T, sb engine.Sandbox, opts ...engine.ForkOptions) ([]en
 	return f.Forks, f.Stats
 }
 
-// testLiveFork: children of a running sandbox continue from one instant of it,
-// have an identity of their own, can be forked and captured themselves, and
-// neither they nor their source see what another writes.
+// testLiveFork: children of a running sandbox continue from one instant of it. They
+// have identities of their own, and can be forked and captured themselves. Neither
+// they nor their source see each other's writes.
 func (s *suite) testLiveFork(t *testing.T) {
 	for name, source := range map[string]engine.Sandbox{"booted": s.booted, "forked": s.fork(t, s.warm, engine.ForkOptions{})} {
 		t.Run(name, func(t *testing.T) { s.testLiveForkOf(t, source) })
@@ -90,7 +90,7 @@ func (s *suite) testLiveForkOf(t *testing.T, source engine.Sandbox) {
 	if st, err := later[0].Stats(t.Context()); err != nil || st.Generation != before.Generation+1 {
 		t.Errorf("generation %d of a child, %d of its source (%v)", st.Generation, before.Generation, err)
 	}
-	// A process goes on in the child.
+	// A process of the source goes on in the child.
 	first := number(t, sh(t, later[0], askCounter))
 	for now := first; now == first; {
 		now = number(t, sh(t, later[0], askCounter))
@@ -112,7 +112,7 @@ func (s *suite) testLiveForkOf(t *testing.T, source engine.Sandbox) {
 	want(s.fork(t, snap, engine.ForkOptions{}), "older")
 	want(children[1], "one")
 
-	// The end of a source is not that of its children.
+	// Closing a source does not end its children.
 	if err := children[0].Close(); err != nil {
 		t.Error(err)
 	}

@@ -11,8 +11,9 @@ import (
 	"agentrun.dev/internal/engine"
 )
 
-// openConnection leaves a program with a TCP connection to the lan, which sends
-// what is written to /run/to and keeps what comes in /run/from.
+// openConnection starts a program with a TCP connection to the lan. The program sends
+// everything that is written to /run/to, and stores everything that it receives in
+// /run/from.
 const openConnection = `
 mkfifo /run/to
 (exec 3<>/run/to; exec nc 10.0.2.2 7 <&3 >/run/from 2>/dev/null) </dev/null >/dev/null 2>&1 &
@@ -20,18 +21,19 @@ echo $! > /run/nc
 echo first > /run/to
 while ! grep -q first /run/from; do usleep 1000; done`
 
-// endConnection waits until that is over in a fork, and shows what came. Opened
-// so, the queue takes something even if its reader has gone already.
+// endConnection waits until that program has ended in a fork, and prints the bytes
+// that it received. Opening the queue with <> succeeds even if its reader has gone
+// already.
 const endConnection = `
 exec 3<>/run/to
 echo mine >&3
 while kill -0 $(cat /run/nc) 2>/dev/null; do usleep 1000; done
 cat /run/from`
 
-// look shows what programs see of the interface.
+// look prints the interface as programs see it.
 const look = `ip addr show dev eth0; ip route; cat /etc/resolv.conf; grep : /proc/net/dev | cut -d: -f1 | tr -d ' ' | sort | tr '\n' ' '; echo`
 
-// lookUp asks the DNS server for a name; its answer says which lan it is.
+// lookUp asks the DNS server for a name. The answer identifies the lan.
 func lookUp(name string) string {
 	return "nslookup " + name + ".test | grep -o '10[.]9[.]8[.][0-9]*' | tail -n1"
 }
@@ -49,14 +51,14 @@ func (s *suite) bootWired(t *testing.T) engine.Sandbox {
 	return sb
 }
 
-// testNetwork: a sandbox has the interface that was asked for, its frames go to
-// its own wire and to no other, and whoever is there is its network. Forks keep
-// its addresses; a fork at whose wire is nobody reaches nobody.
+// testNetwork: a sandbox has the interface that was asked for. Its frames go to its
+// own wire and to no other, and whoever holds the other end is its network. Forks
+// keep its addresses. A fork whose wire nobody holds reaches nobody.
 func (s *suite) testNetwork(t *testing.T) {
 	source := s.bootWired(t)
 	home := newLAN(t, source, 1)
 	home.isReached(t, source, "source")
-	// Frames as long as they may be, and more of them than any buffer holds.
+	// Frames of the maximum length, and more of them than any buffer holds.
 	sh(t, source, "ping -c 1 -s 1372 -W 60 10.0.2.2 && head -c 200000 /dev/urandom > /blob && nc 10.0.2.2 7 < /blob | cmp - /blob && "+openConnection)
 
 	snap, err := source.Snapshot(t.Context(), filepath.Join(s.dir, "wired"))
@@ -79,7 +81,7 @@ func (s *suite) testNetwork(t *testing.T) {
 	isAlone(t, children[1])
 	isAlone(t, s.fork(t, snap, engine.ForkOptions{}))
 
-	// All the time, the source had its own, and its connection goes on.
+	// The source kept its own network all the time, and its connection goes on.
 	sh(t, source, "echo second > /run/to; while ! grep -q second /run/from; do usleep 1000; done")
 	home.isReached(t, source, "again")
 	for _, l := range []struct {
@@ -95,10 +97,10 @@ func (s *suite) testNetwork(t *testing.T) {
 	}
 }
 
-// sees checks what programs see of the interface, and returns the rest.
+// sees checks the interface that programs see, and returns the rest of the output.
 func sees(t *testing.T, got string) string {
 	t.Helper()
-	const last = "\neth0 lo" // all interfaces
+	const last = "\neth0 lo" // the list of all interfaces
 	for _, want := range []string{"02:00:00:00:00:0f", "mtu 1400", lanNetwork().Address.String(), lanNetwork().Address6.String(), "default via 10.0.2.2 dev eth0", "10.0.2.0/24 dev eth0", "nameserver 10.0.2.3", "nameserver fd00:a9e7::3", last} {
 		if !strings.Contains(got, want) {
 			t.Errorf("%q is missing in what programs see:\n%s", want, got)
@@ -108,8 +110,9 @@ func sees(t *testing.T, got string) string {
 	return strings.TrimSpace(rest)
 }
 
-// isReached checks that a sandbox is at the other end: its interface, that a name
-// is answered from here, and that connections come by the gateways.
+// isReached checks that the sandbox is at the other end of the lan's wire: its
+// interface is right, the lan answers its question for a name, and its connections
+// come through the gateways.
 func (l *lan) isReached(t *testing.T, sb engine.Sandbox, name string) {
 	t.Helper()
 	got := sees(t, sh(t, sb, look+"; "+lookUp(name)+"; echo hello from "+name+" | nc -w 60 192.0.2.7 7; echo six from "+name+" | nc -w 60 2001:db8::7 7"))
@@ -121,7 +124,8 @@ func (l *lan) isReached(t *testing.T, sb engine.Sandbox, name string) {
 	}
 }
 
-// isAlone checks that a sandbox has its interface, and that nobody is there.
+// isAlone checks that a sandbox has its interface, and that nobody holds the other
+// end of its wire.
 func isAlone(t *testing.T, sb engine.Sandbox) {
 	t.Helper()
 	got := sees(t, sh(t, sb, look+"; timeout 1 "+lookUp("nobody")+"; nc -w 1 10.0.2.2 7 </dev/null 2>/dev/null && echo connected; ping -c 1 -W 1 10.0.2.2 >/dev/null 2>&1 && echo answered; echo nobody"))
@@ -130,8 +134,7 @@ func isAlone(t *testing.T, sb engine.Sandbox) {
 	}
 }
 
-// isReset checks that the connection which the source had open when it was forked
-// is none in the fork.
+// isReset checks that the source's open connection is closed in a fork.
 func isReset(t *testing.T, sb engine.Sandbox) {
 	t.Helper()
 	if got := sh(t, sb, endConnection); got != "first" {
@@ -139,8 +142,8 @@ func isReset(t *testing.T, sb engine.Sandbox) {
 	}
 }
 
-// testNetworkRefuses: a sandbox without an interface has no wire, and interfaces
-// that cannot be are refused.
+// testNetworkRefuses: a sandbox without an interface has no wire, and invalid
+// interfaces are refused.
 func (s *suite) testNetworkRefuses(t *testing.T) {
 	if wire, err := s.fork(t, s.warm, engine.ForkOptions{}).Wire(); !errors.Is(err, engine.ErrNoWire) {
 		t.Errorf("the wire of a sandbox without an interface: %v, %v", wire, err)

@@ -6,8 +6,8 @@ import (
 	"agentrun.dev/internal/engine"
 )
 
-// testPark: a sandbox that was parked goes on when it is claimed, as another one,
-// again and again; and when it is resumed, as itself.
+// testPark: a parked sandbox goes on as a different one each time it is claimed, and
+// as itself when it is resumed.
 func (s *suite) testPark(t *testing.T) {
 	sb := s.fork(t, s.warm, engine.ForkOptions{Hostname: "waits"})
 	park := func() {

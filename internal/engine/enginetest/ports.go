@@ -9,8 +9,9 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// testPorts: on every engine the agent connects to TCP ports inside, both ways
-// and to the end; what was connected in the source is not in a fork.
+// testPorts: on every engine the agent connects to TCP ports inside. Data goes both
+// ways, up to the end of each stream. The source's connections do not exist in a
+// fork.
 func (s *suite) testPorts(t *testing.T) {
 	sb := s.fork(t, s.warm, engine.ForkOptions{})
 	const port = 7778
@@ -37,8 +38,8 @@ func (s *suite) testPorts(t *testing.T) {
 	}
 	defer func() { _ = conn.Close() }()
 	children, _ := liveFork(t, sb, engine.ForkOptions{})
-	echoed(t, conn) // the source's goes on
-	refused(sb)     // it took one connection
+	echoed(t, conn) // the source's connection goes on
+	refused(sb)     // the server in the source has taken its only connection
 	listen(children[0])
 	other, err := connect(children[0])
 	if err != nil {

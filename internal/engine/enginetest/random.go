@@ -15,10 +15,10 @@ import (
 // drawTasks is how many tasks of a guest draw random numbers at once.
 const drawTasks = 3
 
-// Random tests that forks share no random numbers: tasks of a guest draw them
-// all the time, the guest is forked, and no value that was drawn after that
-// instant is found in two of the sandboxes, the source being one of them. The
-// root filesystem has the program of guest/rootfs/draw.c.
+// Random tests that forks share no random numbers. Tasks of a guest draw them all the
+// time while the guest is forked. No value that was drawn after the instant of the
+// fork may be found in two of the sandboxes; the source is one of them. The root
+// filesystem contains the program of guest/rootfs/draw.c.
 func Random(t *testing.T, e engine.Engine, spec engine.Spec) {
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
@@ -62,8 +62,8 @@ draw /run/draw %d </dev/null >/dev/null 2>&1 &
 while ! [ -e /run/draw/begun ]; do usleep 10000; done`, drawTasks))
 }
 
-// drawn is what was drawn in a sandbox: the time stamp counter before it, by
-// value.
+// drawn holds the values that a sandbox drew. at maps each value to the time stamp
+// counter read before it was drawn.
 type drawn struct {
 	at map[uint64]uint64
 	n  int
@@ -85,9 +85,9 @@ func endDrawing(t *testing.T, sb engine.Sandbox) drawn {
 	return d
 }
 
-// compareDrawn compares sandboxes that go back to one instant. A value is of
-// before it if two sandboxes have it with the same time. That includes the call
-// that was under way in each task.
+// compareDrawn compares sandboxes that continue from one instant. A value was drawn
+// before the instant if two sandboxes have it with the same time. The call under way
+// in each task at the instant counts as before it.
 func compareDrawn(t *testing.T, logs map[string]drawn) {
 	t.Helper()
 	for a, la := range logs {

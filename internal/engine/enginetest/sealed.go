@@ -16,7 +16,7 @@ import (
 // canary is a secret that only sealed files may hold.
 const canary = "sk-live-7Yc2-canary-of-the-engine-tests"
 
-// filesWith are the files below a folder that hold the canary in the clear.
+// filesWith lists the files below a folder that contain the canary in plain text.
 func filesWith(t *testing.T, dir string) (found []string) {
 	t.Helper()
 	files := os.DirFS(dir)
@@ -36,8 +36,9 @@ func filesWith(t *testing.T, dir string) (found []string) {
 	return found
 }
 
-// testSealed: a sandbox that holds a secret is written to disk sealed, wakes up
-// with it, and so it goes on: adopted, forked, hibernated again.
+// testSealed: a sandbox that holds a secret is written to disk sealed, and has the
+// secret when it wakes up. The same holds after it was adopted, forked and hibernated
+// again.
 func (s *suite) testSealed(t *testing.T) {
 	home := t.TempDir()
 	capture := func(sb engine.Sandbox, name string, opts ...snapshot.Option) *snapshot.Snapshot {
@@ -77,7 +78,8 @@ func (s *suite) testSealed(t *testing.T) {
 	if s.ScratchDevice != "" {
 		sh(t, sb, "echo $API_KEY | dd of="+s.ScratchDevice+" bs=512 conv=fsync 2>/dev/null")
 	}
-	// What is not sealed has it, or there would be nothing to look for.
+	// An unsealed snapshot contains the canary; otherwise this test would prove
+	// nothing.
 	plain := capture(sb, "plain")
 	if filesWith(t, home) == nil {
 		t.Error("the canary is nowhere, though nothing was sealed")
@@ -90,7 +92,8 @@ func (s *suite) testSealed(t *testing.T) {
 	if err := s.Engine.Remove(t.Context(), first); err != nil {
 		t.Fatal(err)
 	}
-	// Nothing of it is kept in memory either: it has to be read and unsealed.
+	// The engine does not keep the memory either: the snapshot has to be read and
+	// unsealed.
 	if err := s.Engine.Keep(nil, []string{filepath.Join(s.dir, "warm")}); err != nil {
 		t.Fatal(err)
 	}

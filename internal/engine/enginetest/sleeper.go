@@ -11,13 +11,13 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// deadline is the timeout of an exec whose sandbox goes away for longer.
+// deadline is the timeout of an exec. Its sandbox is away for longer.
 const deadline = 12 * time.Second
 
 // sleeper is a sandbox that is written to disk while it stands still, ended, and
-// forked again with its identity. Three parts of the suite make one test of it, and
-// the time that it is away for, and that its exec then has left, is that of the parts
-// between them. A part that runs alone does what comes before it.
+// forked again with its identity. Three parts of the suite make one test of it. The
+// parts between them use up the time that it is away, and then the time that its exec
+// has left. A part that runs alone first does the work of the parts before it.
 type sleeper struct {
 	who    string // its name and id
 	left   time.Time
@@ -39,7 +39,7 @@ func (z *sleeper) close() {
 	}
 }
 
-// testHibernate: a sandbox that stands still is written to disk and ended, while an
+// testHibernate: a sandbox that stands still is written to disk and ended while an
 // exec runs in it.
 func (s *suite) testHibernate(t *testing.T) {
 	sb := s.fork(t, s.warm, engine.ForkOptions{Hostname: "sleeper"})
@@ -61,13 +61,13 @@ func (s *suite) testHibernate(t *testing.T) {
 	s.left = time.Now()
 }
 
-// testWake: what is forked of that is the same sandbox. The timeout of its exec has
-// not counted the time in which it was away.
+// testWake: a fork of that snapshot is the same sandbox. The timeout of its exec has
+// not counted the time away.
 func (s *suite) testWake(t *testing.T) {
 	if s.asleep == nil {
 		s.testHibernate(t)
 	}
-	time.Sleep(time.Until(s.left.Add(deadline + time.Second))) // this is what is tested: time in which it is not there
+	time.Sleep(time.Until(s.left.Add(deadline + time.Second))) // time away from the host is the subject of this test
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	awake, err := s.Engine.Fork(ctx, s.asleep, engine.ForkOptions{KeepIdentity: true})
@@ -89,7 +89,7 @@ func (s *suite) testWake(t *testing.T) {
 	}
 }
 
-// testTimesOut: the exec still has its timeout.
+// testTimesOut: the exec still times out.
 func (s *suite) testTimesOut(t *testing.T) {
 	if s.awake == nil {
 		s.testWake(t)

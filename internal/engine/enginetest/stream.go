@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// echoed sends more than any buffer on the way holds, and wants it back.
+// echoed sends more bytes than any buffer on the way holds, and expects them back.
 func echoed(t *testing.T, conn io.ReadWriter) {
 	t.Helper()
 	sent := bytes.Repeat([]byte("0123456789abcdef"), 1<<16)

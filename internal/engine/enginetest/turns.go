@@ -9,13 +9,13 @@ import (
 	"agentrun.dev/internal/engine"
 )
 
-// turns gives out one turn at a time, and counts them.
+// turns hands out one turn at a time, and counts them.
 type turns struct {
 	one chan struct{}
 
 	mu          sync.Mutex // protects all following fields
 	given, held int
-	most        int // how many were held at once
+	most        int // the maximum of held
 }
 
 func (u *turns) take(ctx context.Context) (func(), error) {
@@ -37,8 +37,8 @@ func (u *turns) take(ctx context.Context) (func(), error) {
 	}, nil
 }
 
-// testTurns: a fork, and each child of a running sandbox, is started when it is its
-// turn, gives the turn back, and fails alone where it is refused one.
+// testTurns: a fork, and each child of a running sandbox, starts when it has its turn
+// and gives the turn back. If it is refused a turn, it fails alone.
 func (s *suite) testTurns(t *testing.T) {
 	u := &turns{one: make(chan struct{}, 1)}
 	refused := errors.New("no turn")

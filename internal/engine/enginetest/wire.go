@@ -8,13 +8,13 @@ import (
 	"agentrun.dev/internal/engine"
 )
 
-// echoBlob sends a file to the lan and compares what comes back.
+// echoBlob sends a file to the lan and compares the bytes that come back.
 func echoBlob(address string) string {
 	return "nc " + address + " 7 < /blob | cmp - /blob && echo same"
 }
 
-// testWire: what the two ends of a wire leave to each other, and that neither loses
-// what the other sends.
+// testWire: the two ends of a wire leave checksums and segments to each other, and
+// neither end loses the other's messages.
 func (s *suite) testWire(t *testing.T) {
 	source := s.bootWired(t)
 	sh(t, source, "head -c 1200000 /dev/urandom > /blob")
@@ -34,11 +34,11 @@ func (s *suite) testWire(t *testing.T) {
 }
 
 // testSegments: long segments go both ways in one piece, over IPv4 and IPv6, and
-// arrive as they were.
+// arrive unchanged.
 func (s *suite) testSegments(t *testing.T, sb engine.Sandbox) {
 	for number, address := range []string{"10.0.2.2", "2001:db8::7"} {
-		// How long they become depends on how quickly programs write: the slower the
-		// network is, the more waits to be sent.
+		// The length of segments depends on how quickly programs write: the slower
+		// the network is, the more bytes wait to be sent.
 		for delay := time.Millisecond; ; delay *= 4 {
 			l := newSlowLAN(t, sb, byte(number), delay)
 			if got := sh(t, sb, echoBlob(address)); got != "same" {
@@ -57,15 +57,15 @@ func (s *suite) testSegments(t *testing.T, sb engine.Sandbox) {
 	}
 }
 
-// testSlowWire: a burst into a network that reads slowly, of more than the wire
-// holds, loses nothing, and a connection goes on meanwhile.
+// testSlowWire: a burst of more frames than the wire holds, into a network that reads
+// slowly, loses nothing. A connection goes on meanwhile.
 func (s *suite) testSlowWire(t *testing.T, sb engine.Sandbox) {
 	l := newSlowLAN(t, sb, 1, 200*time.Microsecond)
-	// A wire holds 900 of these frames, and gVisor's queue before it 1,000. Programs in
-	// a microVM would wait when both its queues are full.
-	// Whether the answers arrive is another matter: each ping gets those of all
-	// others, too, and may not look in time.
-	sh(t, sb, "ping -c 1 -W 60 10.0.2.2") // few packets wait until a neighbour's address is known
+	// A wire holds 900 of these frames, and gVisor's queue before it 1,000. Programs
+	// in a microVM wait when both its queues are full. The answers may still be lost:
+	// each ping receives the answers to all other pings, too, and may not read in
+	// time.
+	sh(t, sb, "ping -c 1 -W 60 10.0.2.2") // few packets are queued until a neighbour's address is known
 	sh(t, sb, `
 head -c 200000 /blob > /piece
 (nc 10.0.2.2 7 < /piece > /back; echo $? > /done) </dev/null >/dev/null 2>&1 &
@@ -83,7 +83,8 @@ wait $pids; true`)
 	}
 }
 
-// testPausedWire: a pause in the middle of a transfer changes nothing of it.
+// testPausedWire: a pause in the middle of a transfer does not change the transferred
+// data.
 func (s *suite) testPausedWire(t *testing.T, sb engine.Sandbox) {
 	l := newLAN(t, sb, 1)
 	sh(t, sb, "(nc 10.0.2.2 7 < /blob > /back; echo $? > /done) </dev/null >/dev/null 2>&1 &")
@@ -99,23 +100,23 @@ func (s *suite) testPausedWire(t *testing.T, sb engine.Sandbox) {
 	}
 }
 
-// testAdoptedWire: whoever adopts a sandbox gets its wire, though nobody has the
-// end that its maker had.
+// testAdoptedWire: whoever adopts a sandbox gets its wire, though nobody holds the
+// end of its maker any more.
 func (s *suite) testAdoptedWire(t *testing.T, sb engine.Sandbox, dir string) {
 	l := newLAN(t, sb, 1)
 	l.isReached(t, sb, "maker")
 	l.end()
 	sb = s.leave(t, sb, dir)
-	l = newLAN(t, sb, 2) // before anybody knows whether it stands still
+	l = newLAN(t, sb, 2) // before the adopter knows whether the sandbox stands still
 	resume(t, sb)
 	l.isReached(t, sb, "heir")
 	l.end()
-	l = newLAN(t, sb, 3) // a copy of the same
+	l = newLAN(t, sb, 3) // another copy of the same wire
 	l.isReached(t, sb, "network")
 	if got := sh(t, sb, echoBlob("10.0.2.2")); got != "same" {
 		t.Errorf("%q", got)
 	}
-	// An heir's children have their own.
+	// Children of an adopted sandbox have wires of their own.
 	children, _ := liveFork(t, sb, engine.ForkOptions{})
 	newLAN(t, children[0], 4).isReached(t, children[0], "child")
 }

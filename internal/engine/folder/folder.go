@@ -1,4 +1,5 @@
-// Package folder keeps what a sandbox that outlives its maker is found by:
+// Package folder keeps the files by which a sandbox that outlives its maker is found
+// again:
 //
 //	control       the socket of the process that runs it
 //	from/         the snapshot that it comes from, in hard links: the sandbox
@@ -22,39 +23,39 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// Folder is the path of one; empty is none.
+// Folder is the path of such a folder. If it is empty, there is no folder.
 type Folder string
 
-// Record is what process.json holds.
+// Record is the content of process.json.
 type Record struct {
 	Process procid.ID `json:"process"`
-	// BootID is the host's: process ids are good until it restarts.
+	// BootID is the id of the host's boot, since process ids are valid until the host
+	// restarts.
 	BootID   string `json:"boot_id"`
 	Hostname string `json:"hostname"`
-	// Generation is at least the sandbox's.
+	// Generation is the sandbox's generation, or higher.
 	Generation uint64 `json:"generation"`
-	// Based says that memory and disks are those of the snapshot and what was
-	// written since. Otherwise there is something in between that only the
-	// process has.
+	// Based says that memory and disks consist of the snapshot and the writes since.
+	// Otherwise there are layers in between that only the process has.
 	Based bool `json:"based"`
 	// Protocol is the version of its control protocol that the process speaks
-	// (vmmctl.Protocol, gvisorctl.Protocol). 0 is one of an AgentRun before this field:
-	// Speaks knows what it can do.
+	// (vmmctl.Protocol, gvisorctl.Protocol). It is 0 if an AgentRun before this field
+	// has written the record; Speaks then derives the version.
 	Protocol int `json:"protocol,omitempty"`
-	// Streams and Wires are what an AgentRun before Protocol has written, and goes by
-	// when this machine goes back to it: the process can write its sandbox to pipes, and
-	// gives whoever adopts the sandbox its wire.
+	// Streams and Wires are the fields that an AgentRun before Protocol writes, and
+	// reads if this machine goes back to it. Streams says that the process can write
+	// its sandbox to pipes. Wires says that it hands its wire to an adopter.
 	Streams bool `json:"streams"`
 	Wires   bool `json:"wires"`
 }
 
-// Versions that Streams and Wires stand for, of both control protocols.
+// The versions, of both control protocols, that Streams and Wires stand for.
 const (
 	sinceStream = 2
 	sinceWire   = 3
 )
 
-// Speaks is the version of its control protocol that the process speaks.
+// Speaks returns the version of its control protocol that the process speaks.
 func (r Record) Speaks() int {
 	switch {
 	case r.Protocol > 0:
@@ -67,7 +68,7 @@ func (r Record) Speaks() int {
 	return 1
 }
 
-// Control is the path of the socket.
+// Control is the path of the control socket.
 func (f Folder) Control() string { return filepath.Join(string(f), "control") }
 
 // From is the path of the snapshot.
@@ -75,8 +76,8 @@ func (f Folder) From() string { return filepath.Join(string(f), "from") }
 
 func (f Folder) record() string { return filepath.Join(string(f), "process.json") }
 
-// Prepare makes the folder ready for a fork of parent that is about to be
-// started. It returns the fork's own copy of parent.
+// Prepare makes the folder ready before a fork of parent is started. It returns the
+// fork's own copy of parent.
 func (f Folder) Prepare(parent *snapshot.Snapshot) (*snapshot.Snapshot, error) {
 	if parent == nil {
 		return nil, errors.New("a fork of a sandbox that was booted cannot outlive this process: snapshot it first, and fork the snapshot")
@@ -84,7 +85,7 @@ func (f Folder) Prepare(parent *snapshot.Snapshot) (*snapshot.Snapshot, error) {
 	return parent.Clone(f.From())
 }
 
-// Write says that the sandbox is a process.
+// Write records the process of the sandbox.
 func (f Folder) Write(pid int, r Record) (err error) {
 	if r.Process, err = procid.Of(pid); err != nil {
 		return err
@@ -101,7 +102,7 @@ func (f Folder) replace(r Record) error {
 	if err != nil {
 		return err
 	}
-	// A crash of the host ends the sandbox: nothing has to be durable.
+	// A crash of the host ends the sandbox, so the record need not be durable.
 	if err := durable.ReplaceVolatile(f.record(), append(b, '\n'), 0o600); err != nil {
 		return fmt.Errorf("write down the sandbox's process: %w", err)
 	}
@@ -117,15 +118,15 @@ func (f Folder) read() (r Record, err error) {
 		return r, fmt.Errorf("read which process the sandbox is: %w", err)
 	}
 	if err := json.Unmarshal(b, &r); err != nil {
-		// It is replaced in one step: only a power cut damages it, which has ended the
-		// sandbox.
+		// The file is replaced in one step. So only a power cut damages it, and that
+		// has ended the sandbox.
 		return r, fmt.Errorf("%w: %s is damaged: %w", engine.ErrEnded, f.record(), err)
 	}
 	return r, nil
 }
 
-// Change changes what is written down, unless there is no folder. It is called
-// before what is written happens.
+// Change changes the record. Without a folder it does nothing. It is called before
+// the change that it records takes effect.
 func (f Folder) Change(do func(*Record)) error {
 	if f == "" {
 		return nil
@@ -141,8 +142,8 @@ func (f Folder) Change(do func(*Record)) error {
 	return f.replace(r)
 }
 
-// Read returns what is written down of a sandbox that may still run. One of an
-// earlier boot of the host is engine.ErrEnded.
+// Read returns the record of a sandbox that may still run. If the record is from an
+// earlier boot of the host, the error is engine.ErrEnded.
 func (f Folder) Read() (Record, error) {
 	r, err := f.read()
 	if err != nil {
@@ -155,8 +156,8 @@ func (f Folder) Read() (Record, error) {
 	return r, err
 }
 
-// Process is the process of a sandbox that runs. One that is gone is
-// engine.ErrEnded.
+// Process returns the process of a running sandbox. If the process is gone, the error
+// is engine.ErrEnded.
 func (f Folder) Process() (pid int, err error) {
 	r, err := f.Read()
 	if err == nil && !r.Process.Alive() {
@@ -165,14 +166,14 @@ func (f Folder) Process() (pid int, err error) {
 	return r.Process.PID, err
 }
 
-// Remove ends what runs in the folder and deletes it. stop ends a process of
-// which only its socket is known; nobody there is fine.
+// Remove ends the machine of the folder and deletes the folder. stop ends a process
+// of which only the socket is known; if no process listens there, that is no error.
 func (f Folder) Remove(ctx context.Context, stop func(ctx context.Context, socket string) error) error {
 	r, err := f.Read()
 	if err == nil {
 		err = r.Process.Kill(ctx)
 	} else {
-		// Nothing is written down, but it may have been started.
+		// No record exists, but a process may have been started.
 		err = stop(ctx, f.Control())
 	}
 	if err == nil {
@@ -184,7 +185,7 @@ func (f Folder) Remove(ctx context.Context, stop func(ctx context.Context, socke
 	return nil
 }
 
-// Layers are those that the sandboxes in these folders and these snapshots use.
+// Layers are the layers that the sandboxes in these folders and these snapshots use.
 func Layers(folders, snapshots []string) map[layer.Digest]bool {
 	used := map[layer.Digest]bool{}
 	for _, f := range folders {
@@ -193,7 +194,7 @@ func Layers(folders, snapshots []string) map[layer.Digest]bool {
 	for _, dir := range snapshots {
 		m, err := snapshot.ReadManifest(dir)
 		if err != nil {
-			continue // it is being made, or being removed
+			continue // the folder is being made or removed
 		}
 		for _, ref := range m.Layers() {
 			used[ref.Digest] = true

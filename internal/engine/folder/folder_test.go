@@ -30,7 +30,7 @@ func sleeper(t *testing.T) *exec.Cmd {
 		t.Fatal(err)
 	}
 	reaped := make(chan struct{})
-	go func() { // as its parent does, whenever it ends
+	go func() { // reaps it when it ends, as its parent would
 		_ = cmd.Wait()
 		close(reaped)
 	}()
@@ -41,8 +41,8 @@ func sleeper(t *testing.T) *exec.Cmd {
 	return cmd
 }
 
-// TestRecord: what is written down is read, changes when it changes, and is of
-// no use after a restart of the host.
+// TestRecord: a record is read back, follows each change, and is void after a restart
+// of the host.
 func TestRecord(t *testing.T) {
 	f, cmd := newFolder(t), sleeper(t)
 	if err := f.Write(cmd.Process.Pid, Record{Hostname: "a", Generation: 1, Based: true}); err != nil {
@@ -67,7 +67,7 @@ func TestRecord(t *testing.T) {
 	if err := Folder("").Change(func(*Record) { t.Error("changed") }); err != nil {
 		t.Errorf("no folder: %v", err)
 	}
-	for _, left := range []string{"", "{"} { // by a power cut
+	for _, left := range []string{"", "{"} { // the remains after a power cut
 		if err := os.WriteFile(f.record(), []byte(left), 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -83,8 +83,8 @@ func TestRecord(t *testing.T) {
 	}
 }
 
-// TestSpeaks: an AgentRun before versions has said what its processes can do by name, and is
-// told so too when this machine goes back to it.
+// TestSpeaks: the version of a record that an older AgentRun has written follows from
+// Streams and Wires. New records set both for an older AgentRun to read.
 func TestSpeaks(t *testing.T) {
 	f, cmd := newFolder(t), sleeper(t)
 	for text, want := range map[string]int{
@@ -105,8 +105,8 @@ func TestSpeaks(t *testing.T) {
 	}
 }
 
-// TestRemove: a process that is written down is killed; of one that is not, only
-// its socket is known; what is of an earlier boot is left alone.
+// TestRemove: Remove kills a recorded process. Without a record it stops the process
+// at the socket. A record of an earlier boot of the host is ignored.
 func TestRemove(t *testing.T) {
 	stopped := 0
 	stop := func(context.Context, string) error { stopped++; return nil }

@@ -12,13 +12,13 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// processor is what this machine's processor is, and what it can do.
+// processor describes this machine's processor and its features.
 type processor struct {
 	cpu      snapshot.CPU
 	features []string // sorted
 }
 
-// hostProcessor reads it from the kernel.
+// hostProcessor reads the processor from the kernel.
 func hostProcessor() (*processor, error) {
 	f, err := os.Open("/proc/cpuinfo")
 	if err != nil {
@@ -27,7 +27,7 @@ func hostProcessor() (*processor, error) {
 	defer func() { _ = f.Close() }() // only read
 	p := &processor{cpu: snapshot.CPU{Profile: "host"}}
 	lines := bufio.NewScanner(f)
-	for lines.Scan() && lines.Text() != "" { // the first processor
+	for lines.Scan() && lines.Text() != "" { // the first processor only
 		name, value, _ := strings.Cut(lines.Text(), ":")
 		value = strings.TrimSpace(value)
 		number := func(to *int) {

@@ -1,5 +1,5 @@
-// Package gvisor runs sandboxes on gVisor, for machines without usable KVM:
-// each has a kernel of its own, written in Go, that runs as a process and takes
+// Package gvisor runs sandboxes on gVisor, for machines without usable KVM. Each
+// sandbox has a kernel of its own, written in Go, which runs as a process and handles
 // the system calls of the programs inside. See docs/design/gvisor.md.
 package gvisor
 
@@ -26,28 +26,27 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// Name is what snapshots of this engine carry.
+// Name identifies this engine in the snapshots that it makes.
 const Name = snapshot.EngineGVisor
 
-// Config says where an Engine keeps what it needs.
+// Config says where an Engine keeps its files.
 type Config struct {
 	// Resident is a folder on tmpfs for the pages that sandboxes are restored
 	// from.
 	Resident string
-	// Helpers is a folder on a disk for the builds of gvisor-helper that snapshots and
-	// sandboxes were made by; empty keeps none.
+	// Helpers is a folder on a disk for the builds of gvisor-helper that have made
+	// snapshots and sandboxes. If it is empty, no builds are kept.
 	Helpers string
-	// RunDir is a folder, on tmpfs, for what gVisor keeps of running sandboxes;
-	// empty is /run/agentrun/gvisor. All engines of a machine share it.
+	// RunDir is a folder, on tmpfs, for gVisor's files of running sandboxes. If it is
+	// empty, RunDir is /run/agentrun/gvisor. All engines of a machine share it.
 	RunDir string
-	// AllowUnlimited starts sandboxes without limits by cgroups where there are
-	// none.
+	// AllowUnlimited starts sandboxes without limits on a host without cgroups.
 	AllowUnlimited bool
-	// Precreate is how many sandboxes are made ahead for the snapshot that was
-	// forked last. They have read its checkpoint but for the pages of programs.
+	// Precreate is how many sandboxes are made ahead for the snapshot that was forked
+	// last. These have read its checkpoint, except for the pages of programs.
 	Precreate int
-	// Key opens the private snapshots that adopted sandboxes come from; nil opens
-	// none.
+	// Key opens the private snapshots that adopted sandboxes come from. With nil the
+	// engine cannot open private snapshots.
 	Key *seal.Key
 }
 
@@ -63,7 +62,7 @@ type Engine struct {
 
 var _ engine.Engine = (*Engine)(nil)
 
-// defaultRunDir is where gVisor's files of running sandboxes are.
+// defaultRunDir is the folder of gVisor's files of running sandboxes.
 const defaultRunDir = "/run/agentrun/gvisor"
 
 // New makes an engine.
@@ -98,7 +97,8 @@ func New(cfg Config) (*Engine, error) {
 	return e, nil
 }
 
-// openGroups also frees what sandboxes that ended unobserved have left.
+// openGroups opens the cgroups of sandboxes, and frees the remains of sandboxes that
+// ended while no process was watching.
 func (e *Engine) openGroups() (*jail.Groups, error) {
 	g, err := jail.OpenGroups()
 	if err != nil {
@@ -107,14 +107,14 @@ func (e *Engine) openGroups() (*jail.Groups, error) {
 		}
 		return nil, fmt.Errorf("%w (agentrun doctor says what this host lacks; --allow-unlimited goes on without)", err)
 	}
-	_ = e.sweep(g) // what resists is in nobody's way, and Sweep tells
+	_ = e.sweep(g) // remains that resist are harmless, and Sweep reports them
 	return g, nil
 }
 
-// Name is what snapshots of this engine carry.
+// Name identifies this engine in the snapshots that it makes.
 func (e *Engine) Name() string { return Name }
 
-// Processor is what sandboxes see of the host's processor.
+// Processor is the host's processor as sandboxes see it.
 func (e *Engine) Processor() (engine.Processor, error) {
 	p, err := e.features()
 	if err != nil {
@@ -128,13 +128,13 @@ func (e *Engine) Capabilities() engine.Capabilities {
 	return engine.Capabilities{ClockCountsPauses: true, TCPPorts: true, CopiesInPause: true, EndsOutOfMemory: true}
 }
 
-// Close frees the engine; sandboxes live on.
+// Close frees the engine. Sandboxes live on.
 func (e *Engine) Close() error {
 	defer e.helpers.close()
 	return errors.Join(e.waiting.close(), e.resident.Close())
 }
 
-// Boot boots a sandbox and returns when its agent has answered.
+// Boot boots a sandbox and returns once its agent has answered.
 func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, error) {
 	if spec.Cmdline != "" {
 		return nil, errors.New("boot: gVisor has no kernel command line")
@@ -181,8 +181,9 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 	return s, nil
 }
 
-// diskSize is by how much the root may grow: what was asked for, or half of the
-// memory, as in a microVM. A scratch disk is room in it.
+// diskSize is how far the root filesystem may grow: by the requested sizes, or by
+// half of the memory, as in a microVM. A scratch disk counts as room in the root
+// filesystem.
 func diskSize(spec engine.Spec) uint64 {
 	if n := spec.Disk + spec.Scratch; n > 0 {
 		return n
@@ -221,7 +222,7 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 			}
 			return nil, errors.Join(err, s.release())
 		}
-		defer files.close() // the sandbox has its own
+		defer files.close() // the sandbox has its own copies
 	}
 	if err := s.restore(ctx, files, opts, ready); err != nil {
 		return nil, err
@@ -230,7 +231,7 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	return s, nil
 }
 
-// describe says what a fork of a snapshot is made of.
+// describe describes the parts of a fork of a snapshot.
 func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, error) {
 	m := snap.Manifest()
 	if m.Engine != Name {
@@ -268,8 +269,8 @@ func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, e
 	return s, nil
 }
 
-// Fits refuses a snapshot of another engine, and one that no helper here, or not this
-// machine, can restore.
+// Fits refuses a snapshot of another engine. It also refuses a snapshot that no
+// helper here can restore, or that this machine's processor cannot run.
 func (e *Engine) Fits(m snapshot.Manifest) error {
 	if m.Engine != Name {
 		return fmt.Errorf("%w: it is of engine %q, not %q", engine.ErrMismatch, m.Engine, Name)
@@ -295,8 +296,8 @@ func (e *Engine) Fits(m snapshot.Manifest) error {
 	return nil
 }
 
-// restore starts a fork that was described. ready is a sandbox that waits for
-// it, or nil.
+// restore starts a fork that was described before. ready is a sandbox that waits for
+// the fork, or nil.
 func (s *sandbox) restore(ctx context.Context, files checkpoint, opts engine.ForkOptions, ready *process) (err error) {
 	begin := time.Now()
 	m := &gvisorctl.Message{Op: gvisorctl.OpRestore}
@@ -310,7 +311,7 @@ func (s *sandbox) restore(ctx context.Context, files checkpoint, opts engine.For
 		if listener, err = vmmctl.Listen(s.self.Folder.Control()); err != nil {
 			return errors.Join(err, s.release())
 		}
-		defer func() { _ = listener.Close() }() // the helper has its own
+		defer func() { _ = listener.Close() }() // the helper has its own copy
 	}
 	if s.process = ready; ready == nil {
 		if opts.Limits.IO != (engine.IOLimits{}) {
@@ -342,7 +343,7 @@ func (s *sandbox) restore(ctx context.Context, files checkpoint, opts engine.For
 	return nil
 }
 
-// Restored is how long after the call to Fork a sandbox's processors ran.
+// Restored is the time from the call of Fork until the sandbox's processors ran.
 func Restored(sb engine.Sandbox) time.Duration {
 	if s, ok := sb.(*sandbox); ok {
 		return s.restored
@@ -350,7 +351,7 @@ func Restored(sb engine.Sandbox) time.Duration {
 	return 0
 }
 
-// reopen is another descriptor of an open file.
+// reopen opens another descriptor of an open file.
 func reopen(f *os.File) (*os.File, error) {
 	g, err := os.Open("/proc/self/fd/" + strconv.Itoa(int(f.Fd())))
 	if err != nil {
@@ -359,5 +360,5 @@ func reopen(f *os.File) (*os.File, error) {
 	return g, nil
 }
 
-// runDirOf is where gVisor's files of a sandbox are.
+// runDirOf is the folder of gVisor's files of a sandbox.
 func (e *Engine) runDirOf(id string) string { return filepath.Join(e.cfg.RunDir, id) }

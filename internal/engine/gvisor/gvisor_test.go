@@ -26,7 +26,7 @@ func TestProcessor(t *testing.T) {
 	}
 }
 
-// TestLimits: the limit holds what was asked for, the disk and the sentry.
+// TestLimits: the limit covers the requested memory, the disk and the sentry.
 func TestLimits(t *testing.T) {
 	s := shape{memory: 160 << 20, disk: 16 << 20, vcpus: 2}
 	l := s.limits(engine.Limits{})
@@ -38,7 +38,7 @@ func TestLimits(t *testing.T) {
 	}
 }
 
-// TestReserve: a disk that was asked for is memory, and is counted.
+// TestReserve: a requested disk counts as memory.
 func TestReserve(t *testing.T) {
 	e := &Engine{}
 	if without, with := e.Reserve(160, 0), e.Reserve(160, 320); without != 170+usualOverhead || with != 510+usualOverhead {
@@ -61,7 +61,7 @@ func TestDiskSize(t *testing.T) {
 	}
 }
 
-// TestState: the small files of a checkpoint come back as they were.
+// TestState: the small files of a checkpoint are decoded unchanged.
 func TestState(t *testing.T) {
 	var c checkpoint
 	var err error
@@ -84,8 +84,8 @@ func TestState(t *testing.T) {
 	}
 }
 
-// TestOwnStats: the memory of a process and its family is read, and that of one
-// that is not there is an error.
+// TestOwnStats: the memory of a process and its descendants is read. For a process
+// that does not exist, an error is returned.
 func TestOwnStats(t *testing.T) {
 	st, err := ProcessStats(os.Getpid())
 	if err != nil || st.Own == 0 || st.Proportional < st.Own {
@@ -96,8 +96,8 @@ func TestOwnStats(t *testing.T) {
 	}
 }
 
-// TestProgramOfCapture: the program of a helper is there until what was captured says that it
-// is needed, though the helper has ended meanwhile.
+// TestProgramOfCapture: a helper's program is kept until the snapshot records that it
+// needs the program, even if the helper has ended meanwhile.
 func TestProgramOfCapture(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "helper")
 	store, err := programs.Open(t.TempDir(), "helper")

@@ -12,18 +12,18 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// helpers finds the program of a helper. Each checkpoint is read by the build that has
-// written it, and by no other.
+// helpers finds the program of a helper. Only the build that has written a checkpoint
+// can read it.
 type helpers struct {
-	path  string          // where AgentRun is installed
-	store *programs.Store // nil: only what is installed is there
+	path  string          // the installed program
+	store *programs.Store // nil: only the installed program is available
 
 	mu      sync.Mutex // protects current
 	current *programs.Program
 }
 
-// installed is the build that comes with this AgentRun, for another user. It is looked at
-// once: whoever installs another AgentRun meanwhile changes nothing for this process.
+// installed returns the build that comes with this AgentRun, with one more use. The
+// file is examined once, so installing another AgentRun does not affect this process.
 func (h *helpers) installed() (*programs.Program, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -41,7 +41,7 @@ func (h *helpers) installed() (*programs.Program, error) {
 	return h.current.Again(), nil
 }
 
-// digest is that of the installed build.
+// digest is the digest of the installed build.
 func (h *helpers) digest() (layer.Digest, error) {
 	p, err := h.installed()
 	if err != nil {
@@ -51,7 +51,8 @@ func (h *helpers) digest() (layer.Digest, error) {
 	return p.Digest, nil
 }
 
-// of is a build, for another user: ErrMismatch if it is not there.
+// of returns a build, with one more use. The error is ErrMismatch if the build is not
+// here.
 func (h *helpers) of(build layer.Digest) (*programs.Program, error) {
 	p, err := h.installed()
 	if err != nil || p.Digest == build {
@@ -71,7 +72,8 @@ func (h *helpers) of(build layer.Digest) (*programs.Program, error) {
 	return other, nil
 }
 
-// check is of for whoever only wants to know.
+// check reports the error that of would return for a missing build, without verifying
+// or using the build.
 func (h *helpers) check(build layer.Digest) error {
 	ours, err := h.digest()
 	if err != nil || ours == build || h.store != nil && h.store.Has(build) {
@@ -84,8 +86,9 @@ func errAnother(build, ours layer.Digest) error {
 	return fmt.Errorf("%w: it was made by another build of gvisor-helper (%.12s, this is %.12s), which is not kept here: use the AgentRun that has that build, or make it anew", engine.ErrMismatch, build, ours)
 }
 
-// adopt is of for a sandbox that runs. The program of one that an AgentRun has started
-// which kept none is that of its process.
+// adopt returns the build of a running sandbox. If the build is not kept, since an
+// AgentRun without a store has started the sandbox, adopt copies it from the
+// sandbox's process.
 func (h *helpers) adopt(build layer.Digest, pid int) (*programs.Program, error) {
 	p, err := h.of(build)
 	if err == nil || h.store == nil {
@@ -104,8 +107,8 @@ func (h *helpers) close() {
 	h.current = nil
 }
 
-// KeepPrograms deletes the builds that neither a sandbox that runs nor one of these
-// snapshots needs.
+// KeepPrograms deletes the builds that neither a running sandbox nor a listed
+// snapshot needs.
 func (e *Engine) KeepPrograms(list func() (snapshots []string, err error)) error {
 	if e.helpers.store == nil {
 		return nil
@@ -116,15 +119,15 @@ func (e *Engine) KeepPrograms(list func() (snapshots []string, err error)) error
 			return nil, err
 		}
 		needed := map[layer.Digest]bool{}
-		if p, err := programs.Outside(e.helpers.path); err == nil { // it will be used
+		if p, err := programs.Outside(e.helpers.path); err == nil { // new sandboxes will use it
 			needed[p.Digest] = true
 		}
 		for _, dir := range dirs {
 			m, err := snapshot.ReadManifest(dir)
 			switch {
-			case errors.Is(err, fs.ErrNotExist): // it is being made or removed
+			case errors.Is(err, fs.ErrNotExist): // the snapshot is being made or removed
 				continue
-			case err != nil: // nobody knows what it needs
+			case err != nil: // its program is unknown, so nothing may be deleted
 				return nil, err
 			case m.GVisor == nil:
 				continue
@@ -139,8 +142,8 @@ func (e *Engine) KeepPrograms(list func() (snapshots []string, err error)) error
 	})
 }
 
-// Outdated says why a template's snapshot is to be made anew: helpers of other builds are
-// kept for it, but get no improvements.
+// Outdated says why a template's snapshot is to be made anew. The helper of an older
+// build is kept for it, but gets no improvements.
 func (e *Engine) Outdated(m snapshot.Manifest) (why string, err error) {
 	if err := e.Fits(m); err != nil {
 		if errors.Is(err, engine.ErrMismatch) {

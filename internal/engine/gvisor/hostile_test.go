@@ -24,8 +24,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// These tests play a helper that was taken over: this program, started again, with
-// a listening control socket.
+// These tests play a helper that was taken over. The test program starts itself again
+// as the helper, with a listening control socket.
 
 // hostileEnv names the lie, in the environment of such a process.
 const hostileEnv = "AGENTRUN_TEST_HOSTILE"
@@ -37,10 +37,10 @@ func init() {
 	}
 }
 
-// hostileID is that of the sandbox that is played.
+// hostileID is the id of the sandbox that the helper plays.
 const hostileID = "00112233445566778899aabbccddeeff"
 
-// checkpointLies are told after the files were written.
+// checkpointLies are lies about a checkpoint, told after the files were written.
 var checkpointLies = map[string]func(files []*os.File, reply *gvisorctl.Message) error{
 	"pages of 1 TiB":     func(f []*os.File, _ *gvisorctl.Message) error { return f[2].Truncate(1 << 40) },
 	"a state of 1 TiB":   func(f []*os.File, _ *gvisorctl.Message) error { return f[0].Truncate(1 << 40) },
@@ -48,7 +48,7 @@ var checkpointLies = map[string]func(files []*os.File, reply *gvisorctl.Message)
 	"pages stay mapped":  func(f []*os.File, _ *gvisorctl.Message) error { return mapForGood(f[2]) },
 	"a negative pause":   func(_ []*os.File, r *gvisorctl.Message) error { r.Took = -1; return nil },
 	"a pause of an age":  func(_ []*os.File, r *gvisorctl.Message) error { r.Took = math.MaxInt64; return nil },
-	"nothing of it true": func([]*os.File, *gvisorctl.Message) error { return nil }, // see TestWritesAfterwards
+	"nothing of it true": func([]*os.File, *gvisorctl.Message) error { return nil }, // used by TestWritesAfterwards
 }
 
 func mapForGood(f *os.File) error {
@@ -56,7 +56,8 @@ func mapForGood(f *os.File) error {
 	return err
 }
 
-// words are what a helper says, asked for its console, instead of an answer.
+// words are messages that a helper sends instead of an answer to the request for its
+// console.
 var words = map[string]func(gvisorctl.Conn) error{
 	"an answer to nobody": func(c gvisorctl.Conn) error { return c.Send(&gvisorctl.Message{ID: 12345, Reply: true}) },
 	"a request":           func(c gvisorctl.Conn) error { return c.Send(&gvisorctl.Message{ID: 1, Op: gvisorctl.OpStop}) },
@@ -74,12 +75,12 @@ var describeLies = map[string]*gvisorctl.Create{
 	"nothing":          nil,
 	"no id":            {},
 	"the whole folder": {ID: "."},
-	"another folder":   {ID: "../resident"}, // of the test's own
+	"another folder":   {ID: "../resident"}, // a folder of the test
 	"upper case":       {ID: strings.ToUpper(hostileID)},
 	"a long id":        {ID: hostileID + "00"},
 }
 
-// wireLies are the descriptors that come with the answer to OpWire.
+// wireLies are the descriptors in the answer to OpWire.
 var wireLies = map[string]func() []*os.File{
 	"no wire":           func() []*os.File { return nil },
 	"a file":            func() []*os.File { return []*os.File{os.Stdin} },
@@ -88,7 +89,7 @@ var wireLies = map[string]func() []*os.File{
 	"two wires":         func() []*os.File { return ownPair(unix.SOCK_DGRAM) },
 }
 
-// ownPair is a pair of sockets of this process's network namespace.
+// ownPair is a pair of sockets in this process's network namespace.
 func ownPair(kind int) []*os.File {
 	fds, err := unix.Socketpair(unix.AF_UNIX, kind|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -97,7 +98,7 @@ func ownPair(kind int) []*os.File {
 	return []*os.File{os.NewFile(uintptr(fds[0]), "a"), os.NewFile(uintptr(fds[1]), "b")}
 }
 
-// playHostile is the process.
+// playHostile is the main function of the hostile helper.
 func playHostile(lie string) {
 	if unix.SetNonblock(3, true) != nil {
 		os.Exit(1)
@@ -110,7 +111,7 @@ func playHostile(lie string) {
 	for {
 		m, files, err := conn.Receive()
 		if err != nil && lie == "socket closed" {
-			for { // it goes on
+			for { // the process goes on
 				_ = unix.Pause()
 			}
 		}
@@ -134,7 +135,7 @@ func playHostile(lie string) {
 				_ = conn.Send(reply, send()...)
 				continue
 			}
-		case gvisorctl.OpStream: // it keeps the pipes
+		case gvisorctl.OpStream: // it keeps the pipes open
 		case gvisorctl.OpCheckpoint:
 			if lie == "silence" {
 				continue
@@ -160,8 +161,8 @@ func writeHostile(lie string, files []*os.File, reply *gvisorctl.Message) error 
 	return nil
 }
 
-// startHostile starts such a process, and attaches to it as to one that was
-// started by somebody else.
+// startHostile starts a hostile helper, and attaches to it as if another process had
+// started it.
 func startHostile(t *testing.T, lie string) (*sandbox, error) {
 	t.Helper()
 	dir := t.TempDir()
@@ -198,7 +199,7 @@ func startHostile(t *testing.T, lie string) (*sandbox, error) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	p, err := e.attach(ctx, control, id)
-	// Whatever it says, nothing is removed but its own folder.
+	// Whatever the helper says, only its own folder is removed.
 	t.Cleanup(func() {
 		for _, dir := range []string{e.cfg.RunDir, e.cfg.Resident} {
 			if _, err := os.Stat(dir); err != nil {
@@ -220,11 +221,11 @@ func startHostile(t *testing.T, lie string) (*sandbox, error) {
 			t.Error(err)
 		}
 	})
-	s.paused.Store(true) // its agent is not asked for anything
+	s.paused.Store(true) // so that its agent is not asked for anything
 	return s, nil
 }
 
-// killedFor fails unless the helper was killed for a reason.
+// killedFor fails unless the helper was killed for this reason.
 func killedFor(t *testing.T, s *sandbox, why string) {
 	t.Helper()
 	select {
@@ -237,8 +238,8 @@ func killedFor(t *testing.T, s *sandbox, why string) {
 	}
 }
 
-// TestHostileCheckpoint: files of a checkpoint that cannot be end the sandbox, and
-// nothing is made of them.
+// TestHostileCheckpoint: invalid files of a checkpoint end the sandbox, and nothing
+// is made from them.
 func TestHostileCheckpoint(t *testing.T) {
 	for _, lie := range slices.Sorted(maps.Keys(checkpointLies)) {
 		if lie == "nothing of it true" {
@@ -258,8 +259,8 @@ func TestHostileCheckpoint(t *testing.T) {
 	}
 }
 
-// TestWritesAfterwards: what was captured stays as it was, although the sandbox has
-// the files.
+// TestWritesAfterwards: a capture does not change, although the sandbox still has its
+// files open.
 func TestWritesAfterwards(t *testing.T) {
 	s, err := startHostile(t, "nothing of it true")
 	if err != nil {
@@ -286,15 +287,15 @@ func TestWritesAfterwards(t *testing.T) {
 			t.Errorf("%s can grow: %v", f.Name(), err)
 		}
 		_ = w.Close()
-		// What the sandbox does with its descriptor does not move this one.
+		// The sandbox's descriptor has an offset of its own.
 		if n, err := f.Read(make([]byte, 2*layer.PageSize)); n != layer.PageSize || err != nil {
 			t.Errorf("%s: %d bytes, %v", f.Name(), n, err)
 		}
 	}
 }
 
-// TestHostileWire: a helper that gives out something else than the wire is killed,
-// and nobody gets it.
+// TestHostileWire: a helper that sends another descriptor than the wire is killed,
+// and its descriptor is not handed out.
 func TestHostileWire(t *testing.T) {
 	for _, lie := range slices.Sorted(maps.Keys(wireLies)) {
 		t.Run(lie, func(t *testing.T) {
@@ -312,8 +313,8 @@ func TestHostileWire(t *testing.T) {
 	}
 }
 
-// TestHostileWords: a helper that says what nobody asked for, or nothing any more,
-// is killed.
+// TestHostileWords: a helper that sends an unexpected message, or stops answering, is
+// killed.
 func TestHostileWords(t *testing.T) {
 	for _, lie := range slices.Sorted(maps.Keys(words)) {
 		t.Run(lie, func(t *testing.T) {
@@ -332,8 +333,8 @@ func TestHostileWords(t *testing.T) {
 	}
 }
 
-// TestHostileDescribe: folders are removed and groups are opened by the id that a
-// helper tells.
+// TestHostileDescribe: an invalid id is refused, because folders are removed and
+// groups are opened by the id that a helper reports.
 func TestHostileDescribe(t *testing.T) {
 	for _, lie := range slices.Sorted(maps.Keys(describeLies)) {
 		t.Run(lie, func(t *testing.T) {
@@ -348,7 +349,7 @@ func TestHostileDescribe(t *testing.T) {
 	}
 }
 
-// TestDeadline: a helper that never answers is killed, or ended by request.
+// TestDeadline: a helper that never answers is killed, or ends when it is closed.
 func TestDeadline(t *testing.T) {
 	s, err := startHostile(t, "silence")
 	if err != nil {
@@ -361,8 +362,8 @@ func TestDeadline(t *testing.T) {
 	killedFor(t, s, `it has not answered "checkpoint" within 10ms`)
 }
 
-// TestAnswersEarly: a helper that says that all is written, and keeps the pipes
-// open, is not waited for.
+// TestAnswersEarly: the wait for a helper that claims to have written everything but
+// keeps its pipes open is bounded.
 func TestAnswersEarly(t *testing.T) {
 	s, err := startHostile(t, "answers early")
 	if err != nil {

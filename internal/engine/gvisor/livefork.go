@@ -10,12 +10,14 @@ import (
 	"agentrun.dev/internal/engine/identity"
 )
 
-// Fork forks a running sandbox: its checkpoint is written to memory, and the
-// forks are restored from that, at once. It stands still while it is written.
+// Fork forks a running sandbox. Its checkpoint is written to memory, and all forks
+// are restored from it at once. The sandbox stands still while the checkpoint is
+// written.
 func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
 	s.capture.Lock()
 	defer s.capture.Unlock()
-	// Before it stands still: nobody but its own build can restore what it writes.
+	// This is checked before the sandbox is stopped: only its own build can restore
+	// the checkpoint.
 	if err := s.engine.helpers.check(s.build); err != nil {
 		return nil, fmt.Errorf("fork: %w", err)
 	}
@@ -24,14 +26,15 @@ func (s *sandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.
 	if err != nil {
 		return nil, fmt.Errorf("fork: %w", err)
 	}
-	defer c.close() // the forks have their own
+	defer c.close() // the forks have their own copies
 	f := &engine.LiveFork{Forks: make([]engine.Sandbox, len(opts)), Errs: make([]error, len(opts))}
 	f.Stats = engine.LiveForkStats{
 		Pause: pause, Captured: time.Since(begin), Copied: c.size(),
 		WhyCopiedInPause: "gVisor writes a checkpoint while its sandbox stands still",
 	}
-	// The forks read it while they run; when they have is not told. The source goes on
-	// with what it was made of itself, which may be an earlier capture.
+	// The forks read the checkpoint while they run, and do not report when they have
+	// finished. The source keeps the memory that it was itself restored from, which
+	// may be an earlier capture.
 	f.Same = true
 	f.Held = []engine.Held{{ID: "live-" + identity.Hex(16), Bytes: c.size()}}
 	s.mu.Lock()

@@ -15,13 +15,14 @@ import (
 )
 
 // TestNeighbour: a helper that names another sandbox as its own gets neither that
-// one's group, whose limit would be changed, nor its folder, which would be removed.
+// sandbox's group nor its folder. Otherwise the group's limit would be changed and
+// the folder removed.
 func TestNeighbour(t *testing.T) {
 	groups, err := jail.OpenGroups()
 	if err != nil {
 		t.Skip(err)
 	}
-	_ = groups.Remove(groupName(hostileID)) // of a test that was killed
+	_ = groups.Remove(groupName(hostileID)) // left by a test that was killed
 	neighbour, err := groups.Create(groupName(hostileID), jail.Limits{Memory: 1 << 30, MilliCPUs: 1000, Threads: 100})
 	if err != nil {
 		t.Fatal(err)

@@ -11,8 +11,8 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// waiting holds sandboxes that were made ahead for the snapshot that was forked
-// last: their kernels run, have their wires and have read the checkpoint.
+// waiting holds sandboxes that were made ahead for the snapshot that was forked last.
+// Their kernels run, have their wires and have read the checkpoint.
 type waiting struct {
 	want int
 
@@ -24,12 +24,12 @@ type waiting struct {
 	files  checkpoint // of the snapshot
 	ready  []*process
 	making int
-	made   chan struct{} // closed, and made anew, when making has become less; may be nil
+	made   chan struct{} // closed and replaced when making decreases; may be nil
 	closed bool
-	busy   sync.WaitGroup // those who make or end sandboxes; none is added after closed
+	busy   sync.WaitGroup // goroutines that make or end sandboxes; none starts after closed
 }
 
-// take gives a sandbox that waits for forks of a snapshot, or nil.
+// take returns a sandbox that waits for forks of a snapshot, or nil.
 func (w *waiting) take(snap *snapshot.Snapshot, limits engine.Limits) *process {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -45,9 +45,9 @@ func (w *waiting) take(snap *snapshot.Snapshot, limits engine.Limits) *process {
 	return nil
 }
 
-// refill has sandboxes made for the next forks of a snapshot. It is called when a
-// fork has answered: to make them meanwhile would slow it down. files are the
-// snapshot's; none if the fork did not need them.
+// refill starts to make sandboxes for the next forks of a snapshot. It is called once
+// a fork has answered, since making sandboxes earlier would slow the fork down. files
+// are the snapshot's files; they are empty if the fork did not need them.
 func (w *waiting) refill(s *sandbox, snap *snapshot.Snapshot, limits engine.Limits, files checkpoint) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -57,14 +57,14 @@ func (w *waiting) refill(s *sandbox, snap *snapshot.Snapshot, limits engine.Limi
 	if snap.ID() != w.of || limits != w.limits {
 		own, err := files.copy()
 		if err != nil || own.state == nil {
-			return // another snapshot was forked meanwhile, or the next fork says why not
+			return // another snapshot was forked meanwhile, or the next fork will report the error
 		}
 		old := w.ready
 		w.busy.Go(func() { kill(old) })
 		w.files.close()
 		w.of, w.build, w.limits, w.ready, w.files = snap.ID(), s.build, limits, nil, own
 		w.shape = s.shape()
-		w.shape.hostname = "sandbox" // each gets its own when it is restored
+		w.shape.hostname = "sandbox" // each fork gets its own when it is restored
 	}
 	for len(w.ready)+w.making < w.want {
 		load, err := w.files.copy()
@@ -77,17 +77,17 @@ func (w *waiting) refill(s *sandbox, snap *snapshot.Snapshot, limits engine.Limi
 	}
 }
 
-// add makes one and has it load a checkpoint. Where that fails, the next fork makes
-// its own, and says why it cannot.
+// add makes a sandbox and lets it load a checkpoint. If that fails, the next fork
+// makes a sandbox itself and reports the error.
 func (w *waiting) add(e *Engine, of snapshot.ID, build layer.Digest, sh shape, limits engine.Limits, root *shared, load checkpoint, network *engine.Network) {
 	p, err := e.createOf(context.Background(), build, sh, limits, root.file)
-	_ = root.release() // the sandbox has its own
+	_ = root.release() // the sandbox has its own copy
 	if err == nil {
 		if err = p.load(context.Background(), load, network); err != nil {
 			p.kill()
 		}
 	}
-	load.close() // the sandbox has its own
+	load.close() // the sandbox has its own copies
 	w.mu.Lock()
 	wanted := !w.closed && w.of == of && w.limits == limits
 	if err == nil && wanted {
@@ -104,7 +104,8 @@ func (w *waiting) add(e *Engine, of snapshot.ID, build layer.Digest, sh shape, l
 	}
 }
 
-// load has a sandbox that waits read a checkpoint, which goes on meanwhile.
+// load starts to load a checkpoint into a waiting sandbox. The load continues after
+// load has returned.
 func (p *process) load(ctx context.Context, c checkpoint, network *engine.Network) error {
 	m, files := &gvisorctl.Message{Op: gvisorctl.OpLoad}, c.list()
 	if network != nil {
@@ -112,7 +113,7 @@ func (p *process) load(ctx context.Context, c checkpoint, network *engine.Networ
 		if err != nil {
 			return err
 		}
-		defer func() { _ = w.guest.Close() }() // the helper has its own
+		defer func() { _ = w.guest.Close() }() // the helper has its own copy
 		m.Network, p.host = w.network, w.host
 		files = append(files, w.guest, w.host)
 	}
@@ -127,8 +128,7 @@ func kill(list []*process) {
 	}
 }
 
-// Precreated waits until as many sandboxes wait as are wanted, or the context
-// ends.
+// Precreated waits until all wanted sandboxes wait, or until ctx ends.
 func (e *Engine) Precreated(ctx context.Context) error {
 	w := &e.waiting
 	for {
@@ -152,7 +152,7 @@ func (e *Engine) Precreated(ctx context.Context) error {
 	}
 }
 
-// close ends the sandboxes that wait.
+// close ends the waiting sandboxes.
 func (w *waiting) close() error {
 	w.mu.Lock()
 	w.closed = true

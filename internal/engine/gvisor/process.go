@@ -27,11 +27,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// platform is how gVisor runs programs. The others are slower (ptrace), or hang
-// on some machines that have a /dev/kvm (kvm).
+// platform is gVisor's way of running programs. The other platforms are slower
+// (ptrace), or hang on some machines that have a /dev/kvm (kvm).
 const platform = "systrap"
 
-// shape is what a sandbox is made for.
+// shape holds the settings that a sandbox is created with.
 type shape struct {
 	hostname     string
 	memory, disk uint64
@@ -39,25 +39,25 @@ type shape struct {
 	dns          []netip.Addr
 }
 
-// What a sandbox costs beyond the memory of its programs and its disk, all of
-// which is charged to its cgroup: the helper, gVisor's kernel, and what it
-// notes of each page.
+// overheadFixed and overheadPerRAM are the memory of a sandbox beyond its programs'
+// memory and its disk. All of it is charged to the sandbox's cgroup: the helper,
+// gVisor's kernel, and its records of each page.
 const (
 	overheadFixed  = 160 << 20
-	overheadPerRAM = 16 // one byte for so many
-	// maxThreads is room for the threads of gVisor's kernel, and for a thread of
-	// the host for each of the sandbox's.
+	overheadPerRAM = 16 // one byte of overhead for this many bytes of RAM
+	// maxThreads is room for the threads of gVisor's kernel, and for one thread of
+	// the host for each thread of the sandbox.
 	maxThreads = 16 << 10
 )
 
-// Reserve is how much memory a sandbox is counted with that uses all its RAM and
-// its disk, if it was given one. Its limit is higher: there is room for files of
-// those without, and for surges of gVisor's kernel.
+// Reserve is how much memory a sandbox is counted with that uses all of its RAM, and
+// of its disk if it was given one. Its limit is higher. That leaves room for the
+// files of sandboxes without a disk, and for surges of gVisor's kernel.
 func (e *Engine) Reserve(ram, disk uint64) uint64 {
 	return ram + disk + (ram+disk)/overheadPerRAM + usualOverhead
 }
 
-// MaxDisk is the host's memory: disks are in it.
+// MaxDisk is the size of the host's memory, since disks are in memory.
 func (e *Engine) MaxDisk() (uint64, error) {
 	var info unix.Sysinfo_t
 	if err := unix.Sysinfo(&info); err != nil {
@@ -66,7 +66,8 @@ func (e *Engine) MaxDisk() (uint64, error) {
 	return info.Totalram * uint64(info.Unit), nil
 }
 
-// usualOverhead is what helper and kernel of a sandbox use, with some room.
+// usualOverhead is the memory that helper and kernel of a sandbox usually use, with
+// some room.
 const usualOverhead = 64 << 20
 
 func (s shape) limits(asked engine.Limits) jail.Limits {
@@ -88,24 +89,24 @@ type process struct {
 	protocol int
 	helper   int // process ids
 	sentry   int
-	child    *exec.Cmd      // nil if somebody else has started it
+	child    *exec.Cmd      // nil if another process has started it
 	held     *procid.Handle // nil for our own child
 	group    *jail.Group    // nil without limits
 	conn     gvisorctl.Conn
-	loaded   bool     // a checkpoint, ahead of its restore
-	host     *os.File // the host's end of the wire that came with it, until the restore
+	loaded   bool     // whether it has loaded a checkpoint ahead of its restore
+	host     *os.File // the host's end of the wire that came with the checkpoint, until the restore
 
 	done        chan struct{} // closed when the helper has ended
-	exit        string        // why; set before done is closed
-	outOfMemory bool          // likewise
+	exit        string        // the reason; set before done is closed
+	outOfMemory bool          // set before done is closed
 
 	paused   atomic.Bool            // as far as this parent knows
-	patience atomic.Int64           // how long it may take for an answer; expect sets it
-	left     atomic.Bool            // the socket is closed here, and the helper goes on
-	accused  atomic.Pointer[string] // of what; nil unless it was killed for it
+	patience atomic.Int64           // how long an answer may take; set by expect
+	left     atomic.Bool            // Detach has closed the socket here, and the helper goes on
+	accused  atomic.Pointer[string] // why the helper was killed; nil unless this parent accused it
 
 	mu      sync.Mutex        // protects all following fields
-	program *programs.Program // of the helper; nil if it is not there, or the helper has ended
+	program *programs.Program // the helper's program; nil if it is not kept, or if the helper has ended
 	last    *gvisorctl.Exit
 	nextID  uint64
 	waiting map[uint64]pending // nil once the helper has ended
@@ -114,10 +115,10 @@ type process struct {
 // idBytes is how many random bytes the id of a sandbox has.
 const idBytes = 16
 
-// groupName is the cgroup of a sandbox.
+// groupName is the name of a sandbox's cgroup.
 func groupName(id string) string { return "gvisor-" + id }
 
-// createOf is create with the helper of a build.
+// createOf creates a sandbox with the helper of a build.
 func (e *Engine) createOf(ctx context.Context, build layer.Digest, sh shape, asked engine.Limits, root *os.File) (*process, error) {
 	program, err := e.helpers.of(build)
 	if err != nil {
@@ -126,8 +127,8 @@ func (e *Engine) createOf(ctx context.Context, build layer.Digest, sh shape, ask
 	return e.create(ctx, program, sh, asked, root)
 }
 
-// create starts a helper, whose program it takes over, and has it make a sandbox, which
-// waits.
+// create starts a helper and lets it make a sandbox that waits. It takes over
+// program.
 func (e *Engine) create(ctx context.Context, program *programs.Program, sh shape, asked engine.Limits, root *os.File) (_ *process, err error) {
 	p := &process{
 		engine: e, id: identity.Hex(idBytes), program: program, nextID: 1,
@@ -146,7 +147,7 @@ func (e *Engine) create(ctx context.Context, program *programs.Program, sh shape
 	if err != nil {
 		return nil, err
 	}
-	defer func() { _ = agent.Close() }() // the helper has its own
+	defer func() { _ = agent.Close() }() // the helper has its own copy
 	p.expect(sh.memory + sh.disk)
 	if groups != nil {
 		if p.group, err = groups.Create(groupName(p.id), sh.limits(asked)); err != nil {
@@ -170,7 +171,7 @@ func (e *Engine) create(ctx context.Context, program *programs.Program, sh shape
 	return p, nil
 }
 
-// dropProgram says that this process does not need the helper's program any more.
+// dropProgram releases the helper's program.
 func (p *process) dropProgram() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -178,15 +179,16 @@ func (p *process) dropProgram() {
 	p.program = nil
 }
 
-// useProgram keeps the helper's program until it is released, also when the helper ends.
+// useProgram returns the helper's program with one more use. The program stays until
+// that is released, even if the helper ends.
 func (p *process) useProgram() *programs.Program {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.program.Again()
 }
 
-// start starts the helper. It holds a lock on its folder for as long as it
-// lives, so that whoever comes later can tell what is left over.
+// start starts the helper. The helper holds a lock on its folder for as long as it
+// lives, so that a later engine can recognise the folders of dead helpers.
 func (p *process) start(program string) error {
 	unlock, err := p.engine.lockRunDir(unix.LOCK_SH)
 	if err != nil {
@@ -201,7 +203,7 @@ func (p *process) start(program string) error {
 	if err != nil {
 		return fmt.Errorf("start gvisor-helper: %w", err)
 	}
-	defer func() { _ = lock.Close() }() // the helper has its own
+	defer func() { _ = lock.Close() }() // the helper has its own copy
 	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
 		return fmt.Errorf("start gvisor-helper: %w", err)
 	}
@@ -209,7 +211,7 @@ func (p *process) start(program string) error {
 	if err != nil {
 		return err
 	}
-	defer func() { _ = theirs.Close() }() // the helper has its own
+	defer func() { _ = theirs.Close() }() // the helper has its own copy
 	if p.conn, err = gvisorctl.NewConn(ours); err != nil {
 		return errors.Join(err, ours.Close())
 	}
@@ -225,7 +227,7 @@ func (p *process) start(program string) error {
 	return nil
 }
 
-// finish reaps the helper, frees what it had, and tells everybody who waits.
+// finish reaps the helper, frees its resources, and wakes all waiters.
 func (p *process) finish() {
 	words := "gvisor-helper ended without a word"
 	if p.child != nil {
@@ -256,7 +258,8 @@ func (p *process) finish() {
 		p.outOfMemory = true
 		words = fmt.Sprintf("the kernel killed %d in the cgroup, whose limit was reached; %s", kills, words)
 	}
-	// Sweep finds the rest by the folder, also if it was not known whose it is.
+	// Sweep finds the remaining resources by the folder. It does so even if the
+	// folder's sandbox was not known here.
 	if err == nil && id != "" {
 		err = os.RemoveAll(p.engine.runDirOf(id))
 	}
@@ -284,7 +287,7 @@ func (p *process) request(ctx context.Context, m *gvisorctl.Message, files ...*o
 	return p.await(ctx, reply)
 }
 
-// post sends a message; its reply, for await, comes later.
+// post sends a message and returns the channel of its reply, for await.
 func (p *process) post(m *gvisorctl.Message, files ...*os.File) (<-chan *gvisorctl.Message, error) {
 	p.mu.Lock()
 	if p.waiting == nil {
@@ -296,12 +299,12 @@ func (p *process) post(m *gvisorctl.Message, files ...*os.File) (<-chan *gvisorc
 	p.nextID++
 	reply := p.enlist(m)
 	p.mu.Unlock()
-	// Whether or not the sandbox answers, a helper takes what it is sent.
+	// A helper must read its messages even while its sandbox does not answer.
 	op, after := m.Op, time.Duration(p.patience.Load())
 	taken := time.AfterFunc(after, func() { p.overdue(op, after) })
 	err := p.conn.Send(m, files...)
 	taken.Stop()
-	// A helper that has gone is noticed by receive.
+	// receive notices that a helper has gone.
 	if err != nil && !errors.Is(err, unix.EPIPE) && !errors.Is(err, io.ErrClosedPipe) && !errors.Is(err, os.ErrClosed) {
 		p.mu.Lock()
 		p.waiting[m.ID].stop()
@@ -338,7 +341,8 @@ func (p *process) Dial(ctx context.Context, port uint32) (net.Conn, error) {
 	if err = errors.Join(err, f.Close()); err != nil {
 		return nil, errors.Join(fmt.Errorf("dial port %d: %w", port, err), theirs.Close())
 	}
-	// The sandbox decides when it answers: a helper is not to blame if it never does.
+	// The sandbox decides when it answers, so a helper is not blamed if the sandbox
+	// never does.
 	ctx, cancel := context.WithTimeout(ctx, time.Duration(p.patience.Load()))
 	defer cancel()
 	_, err = p.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpDial, Port: port}, theirs)
@@ -362,7 +366,7 @@ func (p *process) Resume(ctx context.Context) error {
 	return err
 }
 
-// Console is the tail of what the agent has printed.
+// Console returns the tail of the agent's output.
 func (p *process) Console(ctx context.Context) ([]byte, error) {
 	r, err := p.request(ctx, &gvisorctl.Message{Op: gvisorctl.OpConsole})
 	if err != nil {

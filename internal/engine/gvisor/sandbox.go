@@ -18,7 +18,8 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// sandbox knows what it was made of, so that it can be captured.
+// sandbox is a helper's process together with the files that the sandbox was made
+// from, so that it can be captured.
 type sandbox struct {
 	*process
 	engine.WireEnd
@@ -28,23 +29,23 @@ type sandbox struct {
 	memory, disk uint64
 	root         *shared
 	network      *engine.Network    // nil without an interface
-	parent       *snapshot.Snapshot // that it was forked from; nil after a boot
-	ownParent    bool               // parent is its own to close
+	parent       *snapshot.Snapshot // the snapshot that it was forked from; nil after a boot
+	ownParent    bool               // whether the sandbox closes parent
 	restored     time.Duration
-	// build is the digest of its helper's program, which may be of another AgentRun: only
-	// that program reads the checkpoints that it writes.
+	// build is the digest of its helper's program, which may come from another
+	// AgentRun. Only that program reads the checkpoints that it writes.
 	build layer.Digest
 
-	capture sync.Mutex // one capture at a time; a snapshot takes the identity with it
+	capture sync.Mutex // held during a capture; a snapshot contains the identity
 
 	mu       sync.Mutex       // protects all following fields
-	agent    *guestrpc.Client // nil if it was adopted and not resumed since
+	agent    *guestrpc.Client // nil if the sandbox was adopted and not resumed since
 	lastFork engine.LiveForkStats
 }
 
 var _ engine.Sandbox = (*sandbox)(nil)
 
-// shared is the image of the root filesystem of a sandbox and its live forks.
+// shared is the root filesystem's image, which a sandbox shares with its live forks.
 type shared struct {
 	file *os.File
 
@@ -62,7 +63,7 @@ func (r *shared) use() *shared {
 	return r
 }
 
-// release closes the file after the last use. A sandbox may release it twice.
+// release closes the file after the last use. A sandbox may call it twice.
 func (r *shared) release() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -80,13 +81,13 @@ func (s *sandbox) shape() shape {
 	return sh
 }
 
-// run sends a request that lets the sandbox run, with its files: those that come
-// first, the wire of its interface, and the listening socket, if there is one.
-// The wire is made in the network namespace of gVisor's kernel.
+// run sends a request that lets the sandbox run. Its files are first, then the wire
+// of its interface, then the listening socket, if there is one. The wire is made in
+// the network namespace of gVisor's kernel.
 func (s *sandbox) run(ctx context.Context, m *gvisorctl.Message, files []*os.File, listener *os.File) (*gvisorctl.Message, error) {
 	switch {
 	case s.network == nil:
-	case s.loaded: // with its wire
+	case s.loaded: // it has got its wire with the checkpoint
 		s.KeepWire(s.host)
 		s.host = nil
 	default:
@@ -95,7 +96,7 @@ func (s *sandbox) run(ctx context.Context, m *gvisorctl.Message, files []*os.Fil
 			return nil, err
 		}
 		s.KeepWire(w.host)
-		defer func() { _ = w.guest.Close() }() // the helper has its own
+		defer func() { _ = w.guest.Close() }() // the helper has its own copy
 		m.Network = w.network
 		files = append(files, w.guest, w.host)
 	}
@@ -105,13 +106,13 @@ func (s *sandbox) run(ctx context.Context, m *gvisorctl.Message, files []*os.Fil
 	return s.request(ctx, m, files...)
 }
 
-// wired is an interface for a sandbox, and the two ends of its wire.
+// wired describes a sandbox's interface, with the two ends of its wire.
 type wired struct {
 	network     *gvisorctl.Network
 	host, guest *os.File
 }
 
-// newWired makes them in the network namespace of gVisor's kernel.
+// newWired makes a wire in the network namespace of gVisor's kernel.
 func newWired(n *engine.Network, sentry int) (w wired, err error) {
 	if w.host, w.guest, err = jail.WireOf(sentry); err != nil {
 		return wired{}, err
@@ -136,7 +137,7 @@ func (s *sandbox) dialAgent(ctx context.Context) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.agent != nil { // somebody else was faster
+	if s.agent != nil { // another call was faster
 		return agent.Close()
 	}
 	s.agent = agent
@@ -150,8 +151,8 @@ func (s *sandbox) closeAgent() error {
 	return nil
 }
 
-// abandon kills a sandbox that did not come up, and adds to the error what its
-// console says.
+// abandon kills a sandbox that did not come up, and adds the tail of its console to
+// the error.
 func (s *sandbox) abandon(ctx context.Context, err error) error {
 	if s.process == nil {
 		return err
@@ -178,16 +179,16 @@ func (s *sandbox) Agent() *guestrpc.Client {
 	return s.agent
 }
 
-// Settle has nothing to wait for: the host's kernel puts things off, not the
-// sandbox's.
+// Settle returns at once: the host's kernel postpones work, but the sandbox's does
+// not.
 func (s *sandbox) Settle(ctx context.Context) error { return ctx.Err() }
 
 // Park is Pause: only its helper can let gVisor's kernel go on.
 func (s *sandbox) Park(ctx context.Context) error { return s.Pause(ctx) }
 
-// Claim lets a paused fork go on as another one.
+// Claim lets a paused fork go on as a different sandbox.
 func (s *sandbox) Claim(ctx context.Context, hostname string) error {
-	s.capture.Lock() // a snapshot takes the identity with it
+	s.capture.Lock() // a snapshot contains the identity, so no capture may run meanwhile
 	defer s.capture.Unlock()
 	return s.self.Claim(ctx, s.Agent(), hostname, func() (func(context.Context) error, error) {
 		resumed, err := s.post(&gvisorctl.Message{Op: gvisorctl.OpResume})
@@ -202,7 +203,7 @@ func (s *sandbox) Claim(ctx context.Context, hostname string) error {
 	})
 }
 
-// Wait returns how the sandbox ended.
+// Wait blocks until the sandbox has ended, and returns the reason.
 func (s *sandbox) Wait() error {
 	<-s.done
 	return s.ended()
@@ -214,7 +215,7 @@ func (s *sandbox) Close() error {
 	return errors.Join(s.closeAgent(), s.release())
 }
 
-// release closes what a sandbox keeps for its captures, once.
+// release closes the files that a sandbox keeps for its captures. It does so once.
 func (s *sandbox) release() error {
 	s.capture.Lock()
 	defer s.capture.Unlock()
@@ -231,7 +232,7 @@ func (s *sandbox) release() error {
 	return err
 }
 
-// shutdownMargin is what a sandbox gets beyond the grace of its processes.
+// shutdownMargin is the time that a sandbox gets beyond the grace of its processes.
 const shutdownMargin = 30 * time.Second
 
 // Shutdown ends the sandbox from inside: its processes get grace to end.

@@ -19,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// checkpoint is the open files of one.
+// checkpoint holds the open files of a checkpoint.
 type checkpoint struct {
 	state, meta, pages *os.File
 }
@@ -34,7 +34,8 @@ func (c checkpoint) close() {
 	}
 }
 
-// copy is the same files, to be closed apart; of none, none.
+// copy opens the same files again, for the caller to close. Of an empty checkpoint it
+// returns an empty one.
 func (c checkpoint) copy() (o checkpoint, err error) {
 	if c.state == nil {
 		return o, nil
@@ -48,7 +49,7 @@ func (c checkpoint) copy() (o checkpoint, err error) {
 	return o, nil
 }
 
-// size is how many bytes there are.
+// size is how many bytes the files hold.
 func (c checkpoint) size() (bytes uint64) {
 	for _, f := range c.list() {
 		if info, err := f.Stat(); err == nil {
@@ -58,8 +59,8 @@ func (c checkpoint) size() (bytes uint64) {
 	return bytes
 }
 
-// take writes the sandbox, as it is at one instant, to files without a name. The
-// sandbox stands still for as long as that takes.
+// take writes the sandbox at one instant to files without a name. The sandbox stands
+// still until they are written.
 func (s *sandbox) take(ctx context.Context) (_ checkpoint, pause time.Duration, err error) {
 	if s.root == nil {
 		<-s.done
@@ -89,8 +90,8 @@ func (s *sandbox) take(ctx context.Context) (_ checkpoint, pause time.Duration, 
 	if err != nil {
 		return checkpoint{}, 0, err
 	}
-	// From here on the limit is higher by what the files hold. Forks read them for a
-	// while after the capture, which closes them.
+	// From here on the limit is raised by the size of the files. Forks read them for
+	// a while after the capture has closed them.
 	if err := s.group.Charge(c.list()...); err != nil {
 		c.close()
 		return checkpoint{}, 0, err
@@ -98,15 +99,16 @@ func (s *sandbox) take(ctx context.Context) (_ checkpoint, pause time.Duration, 
 	return c, w.Took, nil
 }
 
-// written is a checkpoint in its files, for which the sandbox's limit is raised until
+// written is a checkpoint in its files. The sandbox's limit is raised for it until
 // back is called.
 type written struct {
 	*gvisorctl.Message
 	back func() error
 }
 
-// writeCheckpoint has the sandbox write its checkpoint to files in memory, which
-// are charged to its group. The files hold at most what the group may hold.
+// writeCheckpoint lets the sandbox write its checkpoint to files in memory. These are
+// charged to the sandbox's cgroup, and hold at most as many bytes as the cgroup may
+// use.
 func (s *sandbox) writeCheckpoint(ctx context.Context, files checkpoint) (w written, err error) {
 	if w.back, err = s.group.Extend(s.most()); err != nil {
 		return w, err
@@ -119,22 +121,22 @@ func (s *sandbox) writeCheckpoint(ctx context.Context, files checkpoint) (w writ
 	case err == nil:
 		return w, nil
 	case reply != nil && ctx.Err() != nil && errors.Is(err, ctx.Err()):
-		// The sandbox goes on writing, and would be killed at its own limit.
+		// The sandbox goes on writing. At its original limit it would be killed.
 		go func() {
-			_, _ = s.await(context.WithoutCancel(ctx), reply) // nobody wants it any more
-			_ = w.back()                                      // the next change of the limit reports it
+			_, _ = s.await(context.WithoutCancel(ctx), reply) // nobody waits for the reply any more
+			_ = w.back()                                      // the next change of the limit reports the error
 		}()
 		return w, err
 	}
 	return w, errors.Join(err, w.back())
 }
 
-// preparePatience is how long a capture waits for an agent that does not answer,
-// though its sandbox may well be captured.
+// preparePatience is how long a capture waits for the agent. A sandbox whose agent
+// does not answer can still be captured.
 const preparePatience = 5 * time.Second
 
-// prepare has the agent rehearse a renewal, which is quick in the forks then:
-// the files that it changes are open.
+// prepare lets the agent rehearse a renewal, which makes the renewals of the forks
+// quick: the files that a renewal changes are then open.
 func (s *sandbox) prepare(ctx context.Context) {
 	if s.paused.Load() {
 		return
@@ -149,16 +151,16 @@ func (s *sandbox) prepare(ctx context.Context) {
 	if err != nil {
 		return
 	}
-	_ = standby.Prepare(ctx, guestrpc.PrepareRequest{}) // forks do without
-	_ = standby.Close()                                 // nothing more is said
+	_ = standby.Prepare(ctx, guestrpc.PrepareRequest{}) // forks work without it
+	_ = standby.Close()                                 // nothing more is sent on it
 }
 
 // Snapshot captures the sandbox into a new folder.
 func (s *sandbox) Snapshot(ctx context.Context, dir string, opts ...snapshot.Option) (*snapshot.Snapshot, error) {
 	s.capture.Lock()
 	defer s.capture.Unlock()
-	// The snapshot says that the program is needed, once it is there. The sandbox may have
-	// ended by then.
+	// Once the snapshot is complete, it records that it needs the program. The
+	// sandbox may have ended by then.
 	defer s.useProgram().Release()
 	snap, err := snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) { return s.commit(ctx, b) }, opts...)
 	if err != nil {
@@ -197,9 +199,9 @@ func (s *sandbox) commit(ctx context.Context, b *snapshot.Builder) (*snapshot.Sn
 	return b.Commit(m, state)
 }
 
-// write captures the sandbox, and makes its pages a layer. One that stands still
-// goes to the disk at once. One that runs stands still for as short as possible:
-// until its checkpoint is in memory.
+// write captures the sandbox, and makes a layer from its pages. A sandbox that stands
+// still is written to the disk at once. A running sandbox is stopped as briefly as
+// possible: until its checkpoint is in memory.
 func (s *sandbox) write(ctx context.Context, b *snapshot.Builder) (state []byte, pages layer.Ref, err error) {
 	if (s.paused.Load() || b.Still()) && s.protocol >= gvisorctl.SinceStream {
 		return s.stream(ctx, b)
@@ -215,8 +217,8 @@ func (s *sandbox) write(ctx context.Context, b *snapshot.Builder) (state []byte,
 	return state, pages, err
 }
 
-// storeRoot makes the root filesystem a layer: a link to that of the snapshot
-// that the sandbox was forked from, or a copy.
+// storeRoot stores the root filesystem as a layer. The layer is a link to that of the
+// snapshot that the sandbox was forked from, or a copy of the image.
 func (s *sandbox) storeRoot(b *snapshot.Builder) (layer.Ref, error) {
 	s.root.mu.Lock()
 	defer s.root.mu.Unlock()
@@ -241,7 +243,8 @@ func wholeFile(ref layer.Ref) layer.Stack {
 	return layer.Stack{Size: ref.Size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Length: ref.Size}}}
 }
 
-// stateVersion is that of the two files in a snapshot's state.
+// stateVersion is the version of the encoding that holds the two small files in a
+// snapshot's state.
 const stateVersion = 1
 
 // encodeState packs the small files of a checkpoint.
@@ -256,7 +259,7 @@ func encodeState(c checkpoint) ([]byte, error) {
 	return encodeParts(parts[:]...)
 }
 
-// encodeParts packs what the small files hold.
+// encodeParts packs the contents of the small files.
 func encodeParts(parts ...[]byte) ([]byte, error) {
 	e := codec.NewEncoder(nil)
 	e.Version(stateVersion)
@@ -273,8 +276,8 @@ func errTooLarge(size int) error {
 	return fmt.Errorf("the state of gVisor's kernel has %d bytes, more than %d: fewer processes and open files make it smaller", size, snapshot.MaxState)
 }
 
-// checkpointOf opens a snapshot's checkpoint. The pages are in memory: the
-// first time they are copied there, and verified.
+// checkpointOf opens a snapshot's checkpoint. The pages are in memory. The first call
+// copies them there and verifies them.
 func (e *Engine) checkpointOf(ctx context.Context, snap *snapshot.Snapshot) (c checkpoint, err error) {
 	d := codec.NewDecoder(snap.State())
 	d.Version(stateVersion)
@@ -296,7 +299,7 @@ func (e *Engine) checkpointOf(ctx context.Context, snap *snapshot.Snapshot) (c c
 	return c, nil
 }
 
-// memoryFile is a file in memory with some content.
+// memoryFile makes a file in memory with this content.
 func memoryFile(name string, content []byte) (*os.File, error) {
 	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC)
 	if err != nil {

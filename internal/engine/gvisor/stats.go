@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Stats reads what the sandbox's processes cost: the helper, gVisor's kernel,
-// and the processes in which it runs programs.
+// Stats reads the costs of the sandbox's processes: the helper, gVisor's kernel, and
+// the processes in which that runs programs.
 func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
 	select {
 	case <-s.done:
@@ -36,23 +36,23 @@ func ProcessStats(helper int) (st engine.Stats, err error) {
 	st.Own = p.Programs + p.Anonymous
 	st.Proportional = st.Own + p.Files
 	for _, pid := range family(helper) {
-		used, _ := procid.CPUTime(pid) // it may have ended
+		used, _ := procid.CPUTime(pid) // the process may have ended
 		st.CPU += used
 	}
 	return st, err
 }
 
-// Parts are what a sandbox's memory is made of, in bytes.
+// Parts are the parts of a sandbox's memory, in bytes.
 type Parts struct {
-	// Programs is the memory of programs and of files that they have written:
-	// one file in memory that gVisor's kernel and its processes map in parts.
-	// What is allocated of it counts, mapped or not.
+	// Programs is the memory of programs and of files that they have written. It is
+	// one file in memory, which gVisor's kernel and its processes map in parts. All
+	// allocated pages of it count, mapped or not.
 	Programs uint64
 	// Anonymous is the memory of the processes themselves.
 	Anonymous uint64
-	// Files is their share of files that are mapped, such as programs' text.
+	// Files is the processes' share of mapped files, such as the text of programs.
 	Files uint64
-	// PageTables are those of the processes.
+	// PageTables are the page tables of the processes.
 	PageTables uint64
 }
 
@@ -67,20 +67,20 @@ func ReadParts(helper int) (p Parts, err error) {
 			if pid == helper {
 				return p, fmt.Errorf("read the memory of gvisor-helper: %w", errors.Join(engine.ErrEnded, err))
 			}
-			continue // it has ended meanwhile
+			continue // the process has ended meanwhile
 		}
 		p.Anonymous += field(roll, "Pss_Anon")
 		p.Files += field(roll, "Pss_File")
 		mapped += field(roll, "Pss_Shmem")
 		allocated += memoryFiles(pid, seen)
-		status, _ := os.ReadFile(folder + "/status") // it may have ended
+		status, _ := os.ReadFile(folder + "/status") // the process may have ended
 		p.PageTables += field(status, "VmPTE")
 	}
 	p.Programs = max(mapped, allocated)
 	return p, nil
 }
 
-// field reads a line of a file of /proc, in bytes.
+// field reads one line of a file in /proc, in bytes.
 func field(roll []byte, name string) uint64 {
 	for line := range strings.Lines(string(roll)) {
 		key, rest, _ := strings.Cut(line, ":")
@@ -92,13 +92,13 @@ func field(roll []byte, name string) uint64 {
 	return 0
 }
 
-// family lists a process and all that descend from it.
+// family lists a process and all its descendants.
 func family(pid int) []int {
 	list := []int{pid}
 	for i := 0; i < len(list); i++ {
 		tasks, _ := filepath.Glob("/proc/" + strconv.Itoa(list[i]) + "/task/*/children")
 		for _, t := range tasks {
-			b, _ := os.ReadFile(t) // a thread that has ended has none
+			b, _ := os.ReadFile(t) // a thread that has ended has no such file
 			for _, word := range strings.Fields(string(b)) {
 				if child, err := strconv.Atoi(word); err == nil {
 					list = append(list, child)
@@ -109,11 +109,11 @@ func family(pid int) []int {
 	return list
 }
 
-// memoryFiles adds up what is allocated in the files in memory that a process
-// has open, each once.
+// memoryFiles adds up the allocated bytes of the files in memory that a process has
+// open. It counts each file once.
 func memoryFiles(pid int, seen map[uint64]bool) (bytes uint64) {
 	dir := "/proc/" + strconv.Itoa(pid) + "/fd/"
-	fds, _ := os.ReadDir(dir) // it may have ended
+	fds, _ := os.ReadDir(dir) // the process may have ended
 	for _, fd := range fds {
 		name, err := os.Readlink(dir + fd.Name())
 		if err != nil || !strings.HasPrefix(name, "/memfd:runsc") {

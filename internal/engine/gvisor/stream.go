@@ -15,12 +15,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// streamRoom is what gVisor's kernel and the helper may take while they write a
-// checkpoint to pipes: two buffers of 8 MiB in the kernel, and pieces under way.
+// streamRoom is the memory that gVisor's kernel and the helper may use while they
+// write a checkpoint to pipes: two buffers of 8 MiB in the kernel, and pieces under
+// way.
 const streamRoom = 48 << 20
 
-// stream writes a sandbox that stands still to a snapshot in the making. The
-// pages go through pipes to the disk, and are in no memory but the sandbox's.
+// stream writes a sandbox that stands still into a snapshot in the making. The pages
+// go through pipes to the disk. No memory but the sandbox's own holds them.
 func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (state []byte, pages layer.Ref, err error) {
 	if s.root == nil {
 		<-s.done
@@ -56,7 +57,7 @@ func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (state []byte
 	}
 	reply, err := s.post(&gvisorctl.Message{Op: gvisorctl.OpStream}, files...)
 	for _, f := range files {
-		_ = f.Close() // the helper has its own
+		_ = f.Close() // the helper has its own copies
 	}
 	if err != nil {
 		return nil, pages, err
@@ -69,7 +70,7 @@ func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (state []byte
 				st.Answered()
 			}
 			answer <- r
-		case <-s.done: // then nobody writes
+		case <-s.done: // the helper has ended, so nobody writes to the pipes
 		}
 	}()
 	var small [2][]byte
@@ -80,7 +81,7 @@ func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (state []byte
 	}
 	pages, readErrs[2] = b.StreamLayer(ctx, streams[2], s.shape().limits(engine.Limits{}).Memory)
 	if readErrs[2] != nil {
-		streams[2].Close() // whoever writes fails, too
+		streams[2].Close() // the writer fails, too
 	}
 	reading.Wait()
 	_, err = s.await(ctx, answer)
@@ -97,7 +98,8 @@ func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (state []byte
 	return state, pages, err
 }
 
-// readSmall reads one of the small files, and closes it if it is not small.
+// readSmall reads one of the two small files, and closes the stream if the file is
+// too large.
 func readSmall(st *engine.Stream) ([]byte, error) {
 	part, err := io.ReadAll(io.LimitReader(st, snapshot.MaxState+1))
 	if len(part) > snapshot.MaxState {

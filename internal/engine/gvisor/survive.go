@@ -19,10 +19,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lockName is the file that a living helper has locked.
+// lockName is the file that a living helper keeps locked.
 const lockName = "lock"
 
-// lockRunDir keeps others from sweeping, or from making sandboxes meanwhile.
+// lockRunDir locks the folder of sandboxes against sweeping (LOCK_SH) or against
+// making sandboxes (LOCK_EX).
 func (e *Engine) lockRunDir(how int) (unlock func(), err error) {
 	f, err := os.OpenFile(filepath.Join(e.cfg.RunDir, "."+lockName), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
@@ -36,10 +37,10 @@ func (e *Engine) lockRunDir(how int) (unlock func(), err error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("lock the folder of sandboxes: %w", err), f.Close())
 	}
-	return func() { _ = f.Close() }, nil // only a lock
+	return func() { _ = f.Close() }, nil // nothing was written to it
 }
 
-// Sweep frees what sandboxes have left that ended while nobody watched.
+// Sweep frees the remains of sandboxes that ended while no process was watching.
 func (e *Engine) Sweep() error {
 	groups, err := e.groups()
 	if err != nil {
@@ -63,8 +64,8 @@ func (e *Engine) sweep(groups *jail.Groups) error {
 		if !d.IsDir() || inUse(filepath.Join(e.cfg.RunDir, d.Name(), lockName)) {
 			continue
 		}
-		// The processes of one that was killed just now are still ending. The
-		// folder goes last: without it nobody would find the group.
+		// The processes of a sandbox that was killed just now are still ending. The
+		// folder is deleted last, because the group is found through it.
 		if groups != nil {
 			g, err := groups.Open(groupName(d.Name()))
 			if err == nil {
@@ -80,28 +81,29 @@ func (e *Engine) sweep(groups *jail.Groups) error {
 	return errors.Join(errs...)
 }
 
-// inUse reports whether somebody holds the lock.
+// inUse reports whether a process holds the lock.
 func inUse(path string) bool {
 	f, err := os.Open(path)
 	if err != nil {
 		return false
 	}
-	defer func() { _ = f.Close() }() // only a lock
+	defer func() { _ = f.Close() }() // nothing was written to it
 	return errors.Is(unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB), unix.EWOULDBLOCK)
 }
 
-// Drop frees pages.
+// Drop frees resident pages.
 func (e *Engine) Drop(ids []string) error { return e.resident.Drop(ids) }
 
-// Keep frees the resident pages that neither the sandboxes in these folders nor
-// these snapshots use, and what sandboxes left that ended while nobody watched.
+// Keep frees the resident pages that neither the sandboxes in these folders nor these
+// snapshots use. It also frees the remains of sandboxes that ended while no process
+// was watching.
 func (e *Engine) Keep(folders, snapshots []string) error {
 	used := folder.Layers(folders, snapshots)
 	_, err := e.resident.Keep(func(d layer.Digest) bool { return used[d] })
 	return errors.Join(err, e.Sweep())
 }
 
-// Inspect tells which helper runs in a folder.
+// Inspect returns the helper that runs in a folder, and its cost.
 func (e *Engine) Inspect(dir string) (pid int, st engine.Stats, err error) {
 	if pid, err = folder.Folder(dir).Process(); err == nil {
 		st, err = ProcessStats(pid)
@@ -109,7 +111,7 @@ func (e *Engine) Inspect(dir string) (pid int, st engine.Stats, err error) {
 	return pid, st, err
 }
 
-// Identify says which process is the helper of a sandbox.
+// Identify returns the id of a sandbox's helper process.
 func Identify(sb engine.Sandbox) (procid.ID, error) {
 	s, ok := sb.(*sandbox)
 	if !ok {
@@ -118,7 +120,7 @@ func Identify(sb engine.Sandbox) (procid.ID, error) {
 	return procid.Of(s.helper)
 }
 
-// Remove ends what runs in a folder and deletes it.
+// Remove ends the machine of a folder and deletes the folder.
 func (e *Engine) Remove(ctx context.Context, dir string) error {
 	if err := folder.Folder(dir).Remove(ctx, stopListening); err != nil {
 		return err
@@ -126,7 +128,7 @@ func (e *Engine) Remove(ctx context.Context, dir string) error {
 	return e.Sweep()
 }
 
-// Detach leaves the sandbox to itself; one that has ended is fine.
+// Detach releases the sandbox and lets it run. A sandbox that has ended is no error.
 func (s *sandbox) Detach() error {
 	if s.self.Folder == "" {
 		return errors.New("detach: the sandbox has no folder to be found by: it can only be closed")
@@ -134,7 +136,7 @@ func (s *sandbox) Detach() error {
 	return errors.Join(s.closeAgent(), s.release(), s.process.Detach())
 }
 
-// Detach leaves the process alone; one that has ended is fine.
+// Detach releases the helper and lets it run. A helper that has ended is no error.
 func (p *process) Detach() error {
 	p.group.Leave()
 	p.left.Store(true)
@@ -174,11 +176,11 @@ func (e *Engine) adopt(ctx context.Context, f folder.Folder) (_ *sandbox, err er
 	}
 	s.process.adoptProgram(s.build)
 	s.expect(s.memory + s.disk)
-	s.paused.Store(true) // it may be
+	s.paused.Store(true) // it may be paused
 	if err := s.group.Restore(s.shape().limits(engine.Limits{}).Memory); err != nil {
 		return nil, errors.Join(err, s.release(), s.process.Detach())
 	}
-	if s.protocol == 0 { // it is of an AgentRun whose helpers do not say
+	if s.protocol == 0 { // a helper of an older AgentRun does not report its version
 		s.protocol = r.Speaks()
 	}
 	switch {
@@ -191,8 +193,8 @@ func (e *Engine) adopt(ctx context.Context, f folder.Folder) (_ *sandbox, err er
 	return s, nil
 }
 
-// askWire gets the host's end of the wire from the helper. A helper that sends
-// anything else is killed.
+// askWire gets the host's end of the wire from the helper. A helper that sends any
+// other descriptor is killed.
 func (p *process) askWire() (*os.File, error) {
 	reply, err := p.request(context.Background(), &gvisorctl.Message{Op: gvisorctl.OpWire})
 	if err != nil {
@@ -202,14 +204,14 @@ func (p *process) askWire() (*os.File, error) {
 		return nil, p.condemn(errors.New("it has answered without the wire that it was asked for"))
 	}
 	if err := jail.CheckWire(reply.Wire); err != nil {
-		_ = reply.Wire.Close() // whatever it is
+		_ = reply.Wire.Close() // it is not a wire
 		return nil, p.condemn(fmt.Errorf("it has sent something else than a wire: %w", err))
 	}
 	return reply.Wire, nil
 }
 
 // Resume lets a paused sandbox go on. Its wall clock is the host's, which has not
-// stopped. One that was adopted gets a session with its agent.
+// stopped. An adopted sandbox also gets a session with its agent.
 func (s *sandbox) Resume(ctx context.Context) error {
 	if err := s.process.Resume(ctx); err != nil || s.Agent() != nil {
 		return err
@@ -227,7 +229,7 @@ func (e *Engine) attach(ctx context.Context, socket string, id procid.ID) (*proc
 	}
 	conn, err := gvisorctl.Dial(socket)
 	if err != nil {
-		if !id.Alive() { // and nobody has reaped it
+		if !id.Alive() { // it has ended, but was not reaped yet
 			err = fmt.Errorf("%w: its process is gone", engine.ErrEnded)
 		}
 		return nil, errors.Join(err, held.Close())
@@ -254,8 +256,8 @@ func (e *Engine) attach(ctx context.Context, socket string, id procid.ID) (*proc
 		group, err = groups.Open(groupName(reply.Create.ID))
 	}
 	if err == nil && group != nil {
-		// It may name a neighbour, whose limit would be changed, and whose folder
-		// would be removed with this one's end.
+		// The helper may name a neighbour's sandbox. Then the neighbour's limit would
+		// be changed, and its folder would be removed when this helper ends.
 		var its bool
 		if its, err = group.Has(id.PID); err == nil && !its {
 			return nil, p.condemn(fmt.Errorf("it has described what cannot be: it is not in the group of sandbox %s", reply.Create.ID))
@@ -264,15 +266,15 @@ func (e *Engine) attach(ctx context.Context, socket string, id procid.ID) (*proc
 	if err != nil {
 		return nil, errors.Join(err, p.Detach())
 	}
-	p.mu.Lock() // whoever reaps the helper removes what these name
+	p.mu.Lock() // finish, which reaps the helper, removes the resources that these fields name
 	p.id, p.group = reply.Create.ID, group
 	p.mu.Unlock()
 	p.sentry, p.protocol = reply.SentryPID, reply.Protocol
 	return p, nil
 }
 
-// adoptProgram keeps the program of a helper that was adopted. Without it the sandbox goes
-// on, and whoever forks it is told why that cannot be.
+// adoptProgram keeps the program of an adopted helper. If that fails, the sandbox
+// goes on, and forks of it fail with the reason.
 func (p *process) adoptProgram(build layer.Digest) {
 	program, err := p.engine.helpers.adopt(build, p.helper)
 	if err != nil {
@@ -280,15 +282,15 @@ func (p *process) adoptProgram(build layer.Digest) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.waiting == nil { // it has ended meanwhile
+	if p.waiting == nil { // the helper has ended meanwhile
 		program.Release()
 		return
 	}
 	p.program = program
 }
 
-// stopListening ends a helper of which only its socket is known. Nobody there
-// is fine.
+// stopListening ends a helper of which only the socket is known. If no process
+// listens there, that is no error.
 func stopListening(ctx context.Context, socket string) error {
 	conn, err := gvisorctl.Dial(socket)
 	if trust.Nobody(err) {

@@ -15,23 +15,23 @@ import (
 )
 
 // A sandbox may have taken over gVisor's kernel, which writes the checkpoints, and
-// then the helper, which speaks to it. A helper that says nonsense, closes its
-// control socket or does not answer is killed: nothing that it says later could be
-// relied on.
+// then the helper, which speaks to that kernel. A helper is killed if it sends an
+// invalid message, closes its control socket or does not answer: its later messages
+// could not be trusted.
 
 // closingTime is how long a helper that has closed its control socket may take to end
-// by itself: an honest one ends the sandbox before.
+// by itself. An honest helper ends its sandbox before it closes the socket.
 const closingTime = 10 * time.Second
 
-// expect sets how long the helper may take for each answer from now on, if it may
-// have to copy so many bytes.
+// expect sets how long each later answer of the helper may take, given that the
+// helper may have to copy this many bytes.
 func (p *process) expect(bytes uint64) { p.patience.Store(int64(trust.Patience(bytes))) }
 
-// pending is a request that was not answered yet.
+// pending is a request without an answer so far.
 type pending struct {
 	op    gvisorctl.Op
 	reply chan *gvisorctl.Message
-	timer *time.Timer // nil where the sandbox decides when there is an answer
+	timer *time.Timer // nil if the sandbox decides when the answer comes
 }
 
 func (r pending) stop() {
@@ -40,7 +40,7 @@ func (r pending) stop() {
 	}
 }
 
-// enlist notes a request that is about to be made. The caller holds p.mu.
+// enlist records a request that is about to be sent. The caller holds p.mu.
 func (p *process) enlist(m *gvisorctl.Message) <-chan *gvisorctl.Message {
 	r := pending{op: m.Op, reply: make(chan *gvisorctl.Message, 1)}
 	if m.Op != gvisorctl.OpDial {
@@ -53,29 +53,29 @@ func (p *process) enlist(m *gvisorctl.Message) <-chan *gvisorctl.Message {
 
 // overdue kills a helper that has not answered in time.
 func (p *process) overdue(op gvisorctl.Op, after time.Duration) {
-	if !p.left.Load() { // else nobody reads what it answers
+	if !p.left.Load() { // after Detach nobody reads its answers
 		p.accuse(fmt.Errorf("it has not answered %q within %v", op, after))
 	}
 }
 
-// accuse kills the helper and says why in how the sandbox ended. The first reason
-// counts.
+// accuse kills the helper and records the reason, which the sandbox's end will state.
+// The first reason counts.
 func (p *process) accuse(why error) {
 	text := why.Error()
 	p.accused.CompareAndSwap(nil, &text)
 	p.signal()
 }
 
-// condemn is accuse for whoever asked and got nonsense. It returns when the
-// sandbox has gone, with how it ended.
+// condemn accuses the helper of an invalid answer. It returns once the sandbox has
+// ended, with how it ended.
 func (p *process) condemn(why error) error {
 	p.accuse(why)
 	p.kill()
 	return p.ended()
 }
 
-// listen takes what the helper says until its end of the socket closes. The error
-// is io.EOF, or says what the helper should not have said.
+// listen reads the helper's messages until its end of the socket closes. The error is
+// io.EOF, or names a message that the helper should not have sent.
 func (p *process) listen() error {
 	for {
 		m, files, err := p.conn.Receive()
@@ -88,10 +88,10 @@ func (p *process) listen() error {
 		p.mu.Lock()
 		r, asked := p.waiting[m.ID]
 		if asked && m.Reply && r.op == gvisorctl.OpWire && len(files) == 1 {
-			m.Wire, files = files[0], nil // whoever asked for it looks at it
+			m.Wire, files = files[0], nil // the caller of the request checks the descriptor
 		}
 		for _, f := range files {
-			_ = f.Close() // nobody asked for it
+			_ = f.Close() // the parent did not ask for it
 		}
 		switch {
 		case len(files) > 0:
@@ -121,9 +121,9 @@ func (p *process) listen() error {
 // receive listens to the helper, and reaps it.
 func (p *process) receive() {
 	err := p.listen()
-	_ = p.conn.Close() // a confused helper ends
+	_ = p.conn.Close() // a confused helper ends when its control socket closes
 	switch {
-	case p.left.Load(): // it goes on without this parent
+	case p.left.Load(): // Detach was called: it goes on without this parent
 	case errors.Is(err, io.EOF):
 		defer time.AfterFunc(closingTime, func() {
 			p.accuse(errors.New("it has closed its control socket and goes on"))
@@ -134,14 +134,14 @@ func (p *process) receive() {
 	p.finish()
 }
 
-// kill ends helper and sandbox at once and waits until they are gone.
+// kill ends helper and sandbox at once, and waits until both are gone.
 func (p *process) kill() {
 	p.signal()
 	if p.host != nil { // the sandbox was never used
 		_ = p.host.Close()
 	}
-	// Whatever the helper has done with its end of the socket, nobody waits for its
-	// last word for long.
+	// The wait for the helper's last message is bounded, whatever the helper has done
+	// with its end of the socket.
 	defer time.AfterFunc(closingTime, func() {
 		p.accuse(errors.New("its control socket stayed open when it had ended"))
 		_ = p.conn.Close()
@@ -157,8 +157,8 @@ func (p *process) signal() {
 	}
 }
 
-// checkID refuses the id of a sandbox that is none: folders and groups are named
-// after it.
+// checkID refuses invalid ids of sandboxes, since folders and groups are named after
+// them.
 func checkID(id string) error {
 	if b, err := hex.DecodeString(id); err != nil || len(b) != idBytes || hex.EncodeToString(b) != id {
 		return fmt.Errorf("%.40q is not the id of a sandbox", id)
@@ -166,7 +166,7 @@ func checkID(id string) error {
 	return nil
 }
 
-// errLie says that what a sandbox has written is not what it may be.
+// errLie says that a sandbox has written a checkpoint that is not valid.
 var errLie = errors.New("what it has written cannot be")
 
 // newCheckpoint makes the files of a checkpoint, in memory.
@@ -183,10 +183,10 @@ func newCheckpoint() (c checkpoint, err error) {
 	return c, nil
 }
 
-// seal makes a checkpoint of files that gVisor's kernel has written, and may still
-// have open: nobody writes to them any more, and they hold at most so much. The
-// error is errLie if the kernel is to blame. The files of the result are its own,
-// from their beginning.
+// seal makes a checkpoint from files that gVisor's kernel has written and may still
+// have open. Afterwards the files cannot be written to, and they hold no more than
+// most bytes. The error is errLie if the kernel is to blame. The files of the result
+// have descriptors of their own, at offset 0.
 func (c checkpoint) seal(most uint64) (own checkpoint, err error) {
 	left := most
 	for _, f := range c.list() {
@@ -205,6 +205,6 @@ func (c checkpoint) seal(most uint64) (own checkpoint, err error) {
 	return c.copy()
 }
 
-// most is how large a checkpoint of the sandbox can be: what it may use, all of
-// which is memory.
+// most is the maximum size of a checkpoint of the sandbox: the memory that the
+// sandbox may use, since its disk is in memory, too.
 func (s *sandbox) most() uint64 { return s.shape().limits(engine.Limits{}).Memory }

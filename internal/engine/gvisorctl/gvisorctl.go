@@ -1,17 +1,18 @@
-// Package gvisorctl is the protocol between the gVisor engine and the helper
-// process of a sandbox. A message is JSON in one packet of a control socket
-// (package vmmctl), with descriptors. The helper runs beside the sandbox, not in
-// it, and trusts its parent. The parent does not trust it: a sandbox that has
-// taken over gVisor's kernel speaks to the helper.
+// Package gvisorctl is the protocol between the gVisor engine and the helper process
+// of a sandbox. A message is JSON in one packet of a control socket (package vmmctl),
+// with descriptors. The helper runs beside the sandbox, not in it, and trusts its
+// parent. The parent does not trust the helper, because a sandbox that has taken over
+// gVisor's kernel speaks to the helper.
 //
-// The protocol has a version, which a helper says when it makes a sandbox and when it
-// describes one. It speaks all up to that: later ones only add. Nobody asks a helper for
-// what came after its version, so that an older one goes on under a newer engine, and the
-// other way round.
+// The protocol has a version. A helper reports its version when it makes or describes
+// a sandbox, and speaks all versions up to that: later versions only add requests.
+// The parent never sends a helper requests that are newer than its version. So an
+// older helper goes on under a newer engine, and a newer helper under an older
+// engine.
 //
-// A helper begins with Create, which makes a sandbox that waits, and goes on
-// with Start or Restore, before which Load may come. Any number of other requests may be under way at once;
-// each is answered once. The last message is an Exit.
+// A helper's first request is Create, which makes a sandbox that waits. Next comes
+// Start or Restore; a Load may precede Restore. Any number of other requests may be
+// under way at once, and each gets one answer. The last message is an Exit.
 package gvisorctl
 
 import (
@@ -25,50 +26,54 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// Protocol is the version of the protocol that is described here.
+// Protocol is the version of the protocol that this package describes.
 const Protocol = SinceWire
 
-// Versions that have added requests. Version 1 has the others, and does not say so.
+// Versions that have added requests. Version 1 has all other requests, and its
+// helpers do not report a version.
 const (
-	SinceStream = 2 // OpStream
-	SinceWire   = 3 // OpWire
+	SinceStream = 2 // added OpStream
+	SinceWire   = 3 // added OpWire
 )
 
-// Op says what a request asks for.
+// Op is the operation of a request.
 type Op string
 
-// The requests, with the files that come with them.
+// The operations, with the files that accompany each.
 const (
-	// OpCreate makes a sandbox: its root filesystem's image and the agent.
+	// OpCreate makes a sandbox. Its files are the root filesystem's image and the
+	// agent.
 	OpCreate Op = "create"
-	// OpStart boots it; with Network, the two ends of its wire come along: the
-	// sandbox's, and the host's, which the helper keeps.
+	// OpStart boots the sandbox. With Network, its files are the two ends of the
+	// wire: the sandbox's, and the host's, which the helper keeps.
 	OpStart Op = "start"
-	// OpLoad has it read a checkpoint ahead of OpRestore: the checkpoint's files
-	// in the order of CheckpointFiles; then, with Network, the ends of the wire.
+	// OpLoad lets the sandbox read a checkpoint ahead of OpRestore. Its files are the
+	// checkpoint's files in the order of CheckpointFiles, then, with Network, the
+	// ends of the wire.
 	OpLoad Op = "load"
-	// OpRestore lets it go on from a checkpoint: its files in the order of
-	// CheckpointFiles; then, with Network, the ends of the wire; but none of these
-	// after OpLoad; then, with Listen, a listening socket.
+	// OpRestore lets the sandbox go on from a checkpoint. Its files are the
+	// checkpoint's files in the order of CheckpointFiles, then, with Network, the
+	// ends of the wire. After OpLoad it has none of these files. With Listen, the
+	// last file is a listening socket.
 	OpRestore Op = "restore"
-	// OpWire asks for the host's end of the wire, which comes with the reply. It is
+	// OpWire asks for the host's end of the wire, which accompanies the reply. It is
 	// the only descriptor that a helper ever sends.
 	OpWire Op = "wire"
-	// OpDial connects a stream, which comes with it, to Port.
+	// OpDial connects its file, a stream, to Port.
 	OpDial Op = "dial"
 	// OpPause and OpResume stop the sandbox and let it go on.
 	OpPause  Op = "pause"
 	OpResume Op = "resume"
-	// OpCheckpoint writes the sandbox to files that come with it, in the order of
-	// CheckpointFiles, and goes on.
+	// OpCheckpoint writes the sandbox to its files, in the order of CheckpointFiles.
+	// The sandbox then goes on.
 	OpCheckpoint Op = "checkpoint"
-	// OpStream writes the sandbox to three pipes in the order of CheckpointFiles,
-	// and goes on. After them come the two ends of a stream socket pair, which the
-	// helper and gVisor's kernel speak over meanwhile.
+	// OpStream writes the sandbox to three pipes, in the order of CheckpointFiles.
+	// The sandbox then goes on. The two ends of a stream socket pair follow the
+	// pipes; the helper and gVisor's kernel speak over these meanwhile.
 	OpStream Op = "stream"
-	// OpDescribe asks what sandbox it is.
+	// OpDescribe asks for a description of the sandbox.
 	OpDescribe Op = "describe"
-	// OpConsole asks for the tail of what the agent has printed.
+	// OpConsole asks for the tail of the agent's output.
 	OpConsole Op = "console"
 	// OpStop ends the sandbox.
 	OpStop Op = "stop"
@@ -82,28 +87,27 @@ type Message struct {
 	ID uint64 `json:"id"`
 	Op Op     `json:"op,omitempty"`
 
-	// Create is also in the reply to OpDescribe.
+	// Create is also set in the reply to OpDescribe.
 	Create *Create `json:"create,omitempty"`
 	Port   uint32  `json:"port,omitempty"`
 	Listen bool    `json:"listen,omitempty"`
-	// Network is the interface of OpStart, OpLoad and OpRestore; nil is a loopback
-	// only.
+	// Network is the interface of OpStart, OpLoad and OpRestore. With nil the sandbox
+	// has only a loopback.
 	Network *Network `json:"network,omitempty"`
-	// Wire is the descriptor of a reply to OpWire, for whoever has received it to
-	// put there.
+	// Wire is the descriptor in a reply to OpWire. The receiver sets it.
 	Wire *os.File `json:"-"`
 
-	// Of replies.
+	// Reply and the following fields are set in replies.
 	Reply bool   `json:"reply,omitempty"`
 	Error string `json:"error,omitempty"`
 	// Data is the console.
 	Data []byte `json:"data,omitempty"`
-	// Took is for how long a checkpoint kept the sandbox from running.
+	// Took is how long a checkpoint kept the sandbox from running.
 	Took time.Duration `json:"took,omitempty"`
 	// Protocol is the version that the helper speaks, in replies to OpCreate and
-	// OpDescribe; 0 says that it is of an AgentRun that did not count them.
+	// OpDescribe. It is 0 for the helper of an AgentRun before versions were counted.
 	Protocol int `json:"protocol,omitempty"`
-	// SentryPID is the process of gVisor's kernel.
+	// SentryPID is the process id of gVisor's kernel.
 	SentryPID int `json:"sentry_pid,omitempty"`
 
 	Exit *Exit `json:"exit,omitempty"`
@@ -111,30 +115,32 @@ type Message struct {
 
 // Create describes a sandbox.
 type Create struct {
-	// ID names the sandbox: as long as any other, as gVisor finds them by prefix.
+	// ID names the sandbox. All ids have the same length, because gVisor finds
+	// sandboxes by prefix.
 	ID string `json:"id"`
-	// RunDir is an empty folder of its own.
+	// RunDir is an empty folder of the sandbox's own.
 	RunDir   string `json:"run_dir"`
 	Platform string `json:"platform"`
 	Hostname string `json:"hostname"`
-	// Memory is what programs are told there is, Disk what the root may grow by.
+	// Memory is the amount of memory that programs see. Disk is how far the root
+	// filesystem may grow.
 	Memory uint64 `json:"memory"`
 	Disk   uint64 `json:"disk"`
 	VCPUs  int    `json:"vcpus"`
 	// DNS are the servers that the agent writes to resolv.conf when it boots. They
-	// are part of a checkpoint, as the agent's command line is.
+	// are part of a checkpoint, as is the agent's command line.
 	DNS []netip.Addr `json:"dns,omitempty"`
 }
 
-// Network is an interface, eth0, whose frames go to a wire, as package wire
-// describes them.
+// Network is an interface, eth0. Its frames go to a wire, in the format of package
+// wire.
 type Network struct {
 	MAC     [6]byte      `json:"mac"`
 	MTU     int          `json:"mtu"`
 	Address netip.Prefix `json:"address"`
-	// Gateway is not valid where there is none.
+	// Gateway is not valid without a gateway.
 	Gateway netip.Addr `json:"gateway"`
-	// Address6 and Gateway6 are the same of IPv6; neither is valid without it.
+	// Address6 and Gateway6 are the same for IPv6. Without IPv6, neither is valid.
 	Address6 netip.Prefix `json:"address6"`
 	Gateway6 netip.Addr   `json:"gateway6"`
 }
@@ -150,7 +156,7 @@ type Exit struct {
 const (
 	ReasonPowerOff = "power-off" // by the agent
 	ReasonStopped  = "stopped"   // by the host
-	ReasonKilled   = "killed"    // gVisor's kernel ended without a last word
+	ReasonKilled   = "killed"    // gVisor's kernel ended without an exit message
 )
 
 // Conn is one end of a control socket.

@@ -26,7 +26,7 @@ func TestMessages(t *testing.T) {
 	}
 	sent := &Message{
 		ID: 7, Op: OpCreate, Create: &Create{ID: "x", Memory: 1 << 30, VCPUs: 2, DNS: []netip.Addr{netip.MustParseAddr("9.9.9.9")}}, Data: []byte{0, 1},
-		// Without a gateway, which must not become one.
+		// An invalid gateway must stay invalid.
 		Network: &Network{MAC: [6]byte{2}, MTU: 1500, Address: netip.MustParsePrefix("10.0.2.15/24")},
 	}
 	null, err := os.Open(os.DevNull)

@@ -8,13 +8,13 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// clockPatience is how long an agent may take to set its clock. It is more than
-// any that is alive needs: a sandbox is not to hold up for ever whoever resumes it.
+// clockPatience is how long an agent may take to set its clock. Any living agent
+// needs less. The bound keeps a sandbox from blocking its Resume forever.
 const clockPatience = 30 * time.Second
 
-// SetClock sets the wall clock of a sandbox that stood still. The agent of a
-// template that an older AgentRun has built cannot do that: the sandbox then
-// goes on with the clock that it has, late by the pause, as it always did there.
+// SetClock sets the wall clock of a sandbox that has booted or was paused. The agent of
+// a template that an older AgentRun has built cannot do that. Such a sandbox goes on
+// with the clock that it has, which is behind by the pause.
 func SetClock(ctx context.Context, agent *guestrpc.Client) error {
 	if !agent.Can(guestrpc.CanSetClock) {
 		return nil
@@ -22,7 +22,7 @@ func SetClock(ctx context.Context, agent *guestrpc.Client) error {
 	ctx, cancel := context.WithTimeout(ctx, clockPatience)
 	defer cancel()
 	if err := agent.SetClock(ctx, guestrpc.SetClockRequest{WallClock: time.Now()}); err != nil {
-		return fmt.Errorf("set the wall clock after a pause: %w", err)
+		return fmt.Errorf("set the wall clock: %w", err)
 	}
 	return nil
 }

@@ -10,8 +10,7 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// clockedGuest is an agent that notes what it is told about the time, and does
-// nothing else.
+// clockedGuest is an agent that only records the times that it is told.
 type clockedGuest struct {
 	guestrpc.Handler
 	told   chan time.Time
@@ -35,8 +34,8 @@ func dialClocked(t *testing.T, g *clockedGuest, capabilities ...string) *guestrp
 	return c
 }
 
-// TestSetClock: an agent that can is told the time; one of an older AgentRun is
-// left alone.
+// TestSetClock: an agent that can set its clock is told the time. An agent of an
+// older AgentRun gets no request.
 func TestSetClock(t *testing.T) {
 	g := &clockedGuest{told: make(chan time.Time, 1)}
 	before := time.Now()
@@ -53,7 +52,7 @@ func TestSetClock(t *testing.T) {
 		t.Error("an agent that cannot was asked nevertheless")
 	}
 	g.refuse = &guestrpc.Error{Code: guestrpc.CodePermissionDenied, Message: "no"}
-	if err := SetClock(t.Context(), dialClocked(t, g, guestrpc.CanSetClock)); err == nil || !strings.Contains(err.Error(), "set the wall clock after a pause: ") {
+	if err := SetClock(t.Context(), dialClocked(t, g, guestrpc.CanSetClock)); err == nil || !strings.Contains(err.Error(), "set the wall clock: ") {
 		t.Errorf("an agent that refuses: %v", err)
 	}
 }

@@ -14,7 +14,7 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// entropySize is twice what the kernel's generator is keyed with.
+// entropySize is twice the key size of the kernel's generator.
 const entropySize = 64
 
 // Hex is n random bytes as text.
@@ -24,19 +24,19 @@ func Hex(n int) string {
 	return hex.EncodeToString(b)
 }
 
-// Hostname is one for a fork that was given none.
+// Hostname makes up a host name for a fork that was given none.
 func Hostname() string { return "sandbox-" + Hex(4) }
 
-// Self is who a sandbox is, to its engine.
+// Self is the identity of a sandbox, as its engine knows it.
 type Self struct {
 	Hostname   string
 	Generation atomic.Uint64
-	Folder     folder.Folder // empty: it ends with this process
+	Folder     folder.Folder // if empty, the sandbox ends with this process
 }
 
-// Renew gives a fork that has just been made its identity, or leaves it the one
-// that it has but for seeds, time and generation. A fork that cannot be reseeded
-// is not given to anybody.
+// Renew gives a new fork its identity. With keep the fork keeps its own identity,
+// except for seeds, time and generation. A fork that cannot be reseeded must not be
+// handed out.
 func (s *Self) Renew(ctx context.Context, agent *guestrpc.Client, keep bool) error {
 	req := guestrpc.RenewRequest{Generation: s.Generation.Load()}
 	if !keep {
@@ -45,12 +45,12 @@ func (s *Self) Renew(ctx context.Context, agent *guestrpc.Client, keep bool) err
 	return send(ctx, agent, req)
 }
 
-// AnswerPatience is how long the agent of a sandbox that has just been made, or is claimed,
-// may take to answer. One that stood still when it was captured never does: a program of
-// its own has stopped it.
+// AnswerPatience is how long the agent of a new or claimed sandbox may take to
+// answer. An agent that a program in the sandbox had stopped at the capture never
+// answers.
 const AnswerPatience = time.Minute
 
-// send completes a request with what every renewal has.
+// send completes a request with the fields of every renewal.
 func send(ctx context.Context, agent *guestrpc.Client, req guestrpc.RenewRequest) error {
 	req.Entropy = make([]byte, entropySize)
 	if _, err := rand.Read(req.Entropy); err != nil {
@@ -66,9 +66,10 @@ func send(ctx context.Context, agent *guestrpc.Client, req guestrpc.RenewRequest
 	return nil
 }
 
-// Claim lets a paused fork go on as another one. resume asks for that and returns
-// how to wait for it: the two requests go together, and the agent finds the second
-// when it wakes up. A machine id it has already.
+// Claim lets a paused fork go on as a different sandbox. resume sends the request to
+// resume, and returns how to wait for it. Both requests are sent together, and the
+// agent finds the renewal when it wakes up. The fork has a machine id of its own
+// already.
 func (s *Self) Claim(ctx context.Context, agent *guestrpc.Client, hostname string, resume func() (wait func(context.Context) error, err error)) error {
 	if err := s.claim(ctx, agent, hostname, resume); err != nil {
 		return fmt.Errorf("claim: %w", err)
@@ -100,8 +101,8 @@ func (s *Self) claim(ctx context.Context, agent *guestrpc.Client, hostname strin
 	return wait(ctx)
 }
 
-// Write says in the folder, if there is one, which process the sandbox is, and what else r
-// has of it.
+// Write stores, in the folder if there is one, the sandbox's process and the other
+// fields of r.
 func (s *Self) Write(pid int, r folder.Record) error {
 	if s.Folder == "" {
 		return nil

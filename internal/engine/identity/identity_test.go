@@ -10,7 +10,7 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// silentGuest has an agent that stood still when it was captured.
+// silentGuest has an agent that was stopped when the guest was captured.
 type silentGuest struct {
 	guestrpc.Handler
 	end chan struct{}
@@ -21,7 +21,7 @@ func (g silentGuest) Renew(context.Context, *guestrpc.RenewRequest) (guestrpc.Re
 	return guestrpc.RenewReply{}, nil
 }
 
-// TestSilentAgent: nobody waits for ever for a fork whose agent does not answer.
+// TestSilentAgent: the wait for a fork whose agent does not answer is bounded.
 func TestSilentAgent(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ours, theirs := net.Pipe()

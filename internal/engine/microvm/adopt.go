@@ -18,8 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// settleIn gives the sandbox a copy of its own of the snapshot that it comes
-// from.
+// settleIn gives the sandbox its own copy of its source snapshot.
 func (s *sandbox) settleIn() (err error) {
 	if s.parent, err = s.self.Folder.Prepare(s.parent); err != nil {
 		return err
@@ -81,9 +80,9 @@ func (e *Engine) adopt(f folder.Folder) (_ *sandbox, err error) {
 	return s, nil
 }
 
-// restoreLimit lowers a limit of memory that an earlier parent has raised for a
-// capture. Where the vmm process maps files of such captures it stays: they are
-// charged for as long as that.
+// restoreLimit lowers a memory limit that an earlier parent has raised for a capture.
+// The limit stays while the vmm process maps files of such captures, since their
+// pages are charged to it for that long.
 func (e *Engine) restoreLimit(s *sandbox, p *process.Process) error {
 	if len(p.Mapped()) > 0 {
 		return nil
@@ -95,8 +94,8 @@ func (e *Engine) restoreLimit(s *sandbox, p *process.Process) error {
 	return p.Cell().Restore(limits.Memory)
 }
 
-// forget is for a sandbox of whose stacks nothing is known: all of it is stored
-// with the next capture.
+// forget discards the stacks of a sandbox whose stacks are not known to be right. The
+// next capture then stores memory and disks in full.
 func (s *sandbox) forget() {
 	all := func(stack *layer.Stack) []extent.Run {
 		*stack = layer.Stack{Size: stack.Size}
@@ -112,9 +111,9 @@ func (s *sandbox) forget() {
 	}
 }
 
-// Resume lets a paused sandbox go on and sets its wall clock. One that was
-// adopted gets a session with its agent. If that or the clock fails, the sandbox
-// stands still again.
+// Resume lets a paused sandbox go on and sets its wall clock. An adopted sandbox also
+// gets a session with its agent. If the session or the clock fails, the sandbox is
+// paused again.
 func (s *sandbox) Resume(ctx context.Context) error {
 	agent, paused := s.Agent(), s.Paused()
 	if agent != nil && !paused {
@@ -124,8 +123,9 @@ func (s *sandbox) Resume(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if agent == nil { // adopted: nobody but the vmm knows whether it stands still
-		// Also if the caller has gone: else nobody knew whether to pause it again.
+	if agent == nil { // adopted: only the vmm knows whether the sandbox stands still
+		// The wait ignores the end of ctx: Resume has to know whether the sandbox
+		// stood still, so that it can pause it again.
 		if paused, err = wait(context.WithoutCancel(ctx)); err == nil {
 			agent, err = s.meetAgent(ctx)
 		}
@@ -136,7 +136,7 @@ func (s *sandbox) Resume(ctx context.Context) error {
 			err = identity.SetClock(ctx, agent)
 		}
 	} else {
-		// The request goes at once: the agent finds it when it wakes up.
+		// The request is sent at once, and the agent finds it when it wakes up.
 		err = identity.SetClock(ctx, agent)
 		_, waitErr := wait(ctx)
 		err = errors.Join(waitErr, err)
@@ -147,7 +147,7 @@ func (s *sandbox) Resume(ctx context.Context) error {
 	return nil
 }
 
-// meetAgent opens a session with the agent of a sandbox that was adopted.
+// meetAgent opens a session with the agent of an adopted sandbox.
 func (s *sandbox) meetAgent(ctx context.Context) (*guestrpc.Client, error) {
 	g, err := dialAgent(ctx, s.Process)
 	if err != nil {
@@ -155,14 +155,14 @@ func (s *sandbox) meetAgent(ctx context.Context) (*guestrpc.Client, error) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.Guest.Agent != nil { // somebody else was faster
+	if s.Guest.Agent != nil { // another call was faster
 		return s.Guest.Agent, g.Agent.Close()
 	}
 	s.Guest.Agent = g.Agent
 	return g.Agent, nil
 }
 
-// Detach leaves the sandbox to itself; one that has ended is fine.
+// Detach releases the sandbox and lets it run. A sandbox that has ended is no error.
 func (s *sandbox) Detach() error {
 	if s.self.Folder == "" {
 		return errors.New("detach: the sandbox has no folder to be found by: it can only be closed")
@@ -170,7 +170,7 @@ func (s *sandbox) Detach() error {
 	return errors.Join(s.closeAgent(), s.leave(), s.Process.Detach())
 }
 
-// Remove ends what runs in a folder and deletes it.
+// Remove ends the machine of a folder and deletes the folder.
 func (e *Engine) Remove(ctx context.Context, dir string) error {
 	if err := folder.Folder(dir).Remove(ctx, process.StopListening); err != nil {
 		return err
@@ -178,7 +178,7 @@ func (e *Engine) Remove(ctx context.Context, dir string) error {
 	return e.vmm.Sweep()
 }
 
-// Inspect tells which process runs in a folder.
+// Inspect returns the process that runs in a folder, and its cost.
 func (e *Engine) Inspect(dir string) (pid int, st engine.Stats, err error) {
 	if pid, err = folder.Folder(dir).Process(); err == nil {
 		st, err = ProcessStats(pid)

@@ -5,9 +5,8 @@ import (
 	"testing"
 )
 
-// TestResumeWithoutAgent: a paused sandbox that was adopted, and with whose agent no
-// session can be had, stands still again: whoever was told that it was not resumed
-// goes by that.
+// TestResumeWithoutAgent: an adopted paused sandbox is paused again if no session
+// with its agent can be opened, because Resume has reported a failure to its caller.
 func TestResumeWithoutAgent(t *testing.T) {
 	p := startBare(t, openJail(t)) // a guest without an agent
 	s := &sandbox{Guest: &Guest{Process: p}}

@@ -18,20 +18,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// diskID is how the disk of Spec.Disk is called in snapshots.
+// diskID is the name of the disk of Spec.Disk in snapshots.
 const diskID = "disk"
 
-// blank is an empty file system of one size: a layer that all sandboxes with
-// such a disk begin with. The engine owns the file, which is in memory: whatever
-// the size, its content is some pages.
+// blank is an empty file system of one size, as a layer that all sandboxes with such
+// a disk start from. The engine owns its file. The file is in memory and takes only
+// some pages, whatever the size of the disk.
 type blank struct {
 	stack layer.Stack
 	file  *os.File
 }
 
-// blanks are those that an engine has made, by size.
+// blanks are the blank file systems that an engine has made, by size.
 type blanks struct {
-	mu     sync.Mutex // protects bySize, and is held while one is made
+	mu     sync.Mutex // protects bySize; held while a blank is made
 	bySize map[uint64]*blank
 }
 
@@ -63,34 +63,34 @@ func (b *blanks) close() error {
 	return errors.Join(errs...)
 }
 
-// attachDisk gives a sandbox that is to be booted its disk.
+// attachDisk gives a sandbox its disk before it boots.
 func (s *sandbox) attachDisk(ctx context.Context, b *bootMessage, size uint64) error {
 	shared, err := s.engine.blanks.get(ctx, (size+layer.PageSize-1)/layer.PageSize*layer.PageSize)
 	if err != nil {
 		return err
 	}
-	file, err := reopen(shared.file) // its own: the sandbox may outlive the engine
+	file, err := reopen(shared.file) // the sandbox's own descriptor: the sandbox may outlive the engine
 	if err != nil {
 		return err
 	}
 	s.boot.blank = &blank{shared.stack, file}
 	top, err := s.engine.top()
 	if err != nil {
-		return err // the sandbox is released, and closes file
+		return err // the caller releases the sandbox, which closes file
 	}
 	b.addDisk(vmmctl.Disk{ID: diskID, Stack: &shared.stack}, b.owned(top), file)
 	s.disks = append(s.disks, disk{id: diskID, stack: shared.stack})
 	return nil
 }
 
-// The same size gives the same bytes, with any settings of the host: snapshots
-// share the layer, and a pack is the same wherever it is made.
+// mke2fsEnv and mke2fsArgs make the same bytes for the same size, whatever the host's
+// settings. So snapshots share the layer, and a pack is the same wherever it is made.
 var (
 	mke2fsEnv = []string{"MKE2FS_CONFIG=/dev/null", "E2FSPROGS_FAKE_TIME=1", "LC_ALL=C"}
-	// There is no journal: the file system is never mounted a second time, as
-	// what ends is not booted again, and a capture has the guest's memory with
-	// what is not written yet. There are no copies of the superblock either, and
-	// all that is not data is at the beginning, so that an empty one is small.
+	// There is no journal: the file system is never mounted a second time. A machine
+	// that has ended is not booted again, and a capture contains the guest's memory
+	// with all unwritten data. There are no backup superblocks, and all metadata is
+	// at the beginning, which keeps an empty file system small.
 	mke2fsArgs = []string{
 		"-q", "-F", "-t", "ext4", "-b", "4096", "-I", "256", "-i", "16384", "-m", "0", "-L", "agentrun",
 		"-O", "none,ext_attr,dir_index,filetype,extent,flex_bg,sparse_super2,large_file,huge_file,dir_nlink,extra_isize,64bit,metadata_csum",
@@ -99,7 +99,7 @@ var (
 	}
 )
 
-// newBlank formats a file in memory and packs what is not zeros into a layer.
+// newBlank formats a file in memory and packs its nonzero pages into a layer.
 func newBlank(ctx context.Context, size uint64) (_ *blank, err error) {
 	mke2fs, err := findMke2fs()
 	if err != nil {
@@ -122,7 +122,8 @@ func newBlank(ctx context.Context, size uint64) (_ *blank, err error) {
 	return packBlank(whole, size)
 }
 
-// findMke2fs also looks where it is, which is not in everybody's PATH.
+// findMke2fs looks in PATH and in the usual folders, since not every PATH contains
+// those.
 func findMke2fs() (string, error) {
 	for _, name := range []string{"mke2fs", "/usr/sbin/mke2fs", "/sbin/mke2fs"} {
 		if path, err := exec.LookPath(name); err == nil {
@@ -162,12 +163,12 @@ func packBlank(whole *os.File, size uint64) (*blank, error) {
 	return &blank{stack, packed}, nil
 }
 
-// dataOf lists the pages of a sparse file that are not zeros.
+// dataOf lists the nonzero pages of a sparse file.
 func dataOf(f *os.File, size uint64) (runs []extent.Run, err error) {
 	var page, zeros [layer.PageSize]byte
 	for off := int64(0); ; {
 		off, err = unix.Seek(int(f.Fd()), off, unix.SEEK_DATA)
-		if errors.Is(err, unix.ENXIO) { // there is none behind
+		if errors.Is(err, unix.ENXIO) { // no data follows
 			return runs, nil
 		}
 		if err != nil {

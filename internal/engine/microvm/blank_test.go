@@ -13,8 +13,7 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// TestBlank: a new file system is small and the same each time, and what its
-// layer says is sound.
+// TestBlank: a new file system is small and always the same, and its layer is valid.
 func TestBlank(t *testing.T) {
 	for _, size := range []uint64{16 * mib, 48*mib + layer.PageSize, 2 << 30, 1 << 40} {
 		a, err := newBlank(t.Context(), size)
@@ -48,7 +47,7 @@ func TestBlank(t *testing.T) {
 	}
 }
 
-// checkExt4 puts the layer where it belongs and asks e2fsprogs.
+// checkExt4 restores the file system from the layer and checks it with e2fsprogs.
 func checkExt4(t *testing.T, b *blank, size uint64) {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "disk")
@@ -72,7 +71,7 @@ func checkExt4(t *testing.T, b *blank, size uint64) {
 		}
 		return string(out)
 	}
-	if size < 1<<40 { // it reads all tables
+	if size < 1<<40 { // the check reads all tables
 		tool("e2fsck", "-f", "-n")
 	}
 	about := tool("dumpe2fs", "-h")
@@ -81,7 +80,7 @@ func checkExt4(t *testing.T, b *blank, size uint64) {
 	}
 }
 
-// TestBlanks: one is made once for each size, and again after it failed.
+// TestBlanks: a blank is made once for each size, and again after a failure.
 func TestBlanks(t *testing.T) {
 	var b blanks
 	a, err := b.get(t.Context(), 16*mib)
@@ -134,7 +133,7 @@ func TestDiskReserve(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if parent != "/dev/shm" && memory { // the folder for temporary files is, here
+		if parent != "/dev/shm" && memory { // the folder for temporary files is in memory here
 			counts = 1
 		}
 		if got, want := e.Reserve(64*mib, 32*mib), MemoryLimit(64*mib)+counts*32*mib; got != want {

@@ -17,7 +17,7 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// Boot boots a sandbox and returns when its agent has answered.
+// Boot boots a sandbox and returns once its agent has answered.
 func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, error) {
 	if err := spec.CheckDisk(); err != nil {
 		return nil, err
@@ -52,23 +52,29 @@ func (e *Engine) Boot(ctx context.Context, spec engine.Spec) (engine.Sandbox, er
 	if err != nil {
 		return nil, errors.Join(err, s.release())
 	}
+	// A starting kernel counts ticks of its timer until it reads kvm-clock. Those that a busy
+	// host delivered late are missing from its wall clock.
+	if err := identity.SetClock(ctx, s.Agent()); err != nil {
+		return nil, errors.Join(err, s.Close())
+	}
 	return s, nil
 }
 
-// kernelCmdline is what every guest boots with: a quiet console, no search for
-// a PCI bus, no module loading, and a reset (which the VMM sees) on a panic.
+// kernelCmdline is the command line that every guest boots with: a quiet console, no
+// search for a PCI bus, no module loading, and a reset on a panic, which the VMM
+// sees.
 const kernelCmdline = "console=ttyS0 quiet panic=-1 pci=off 8250.nr_uarts=1 sysctl.kernel.modules_disabled=1" +
-	// An idle guest should sleep: without these its kernel compares its clocks
-	// twice a second, looks as often whether memory is worth compacting ahead of
-	// need, and adds up its statistics every second. There is no driver to wait for
-	// some seconds after boot, when it may have been captured.
-	// norandmaps is for the agent alone, which switches it off for all others.
-	// The driver for dummy interfaces makes one unasked; programs see those alone that
-	// the sandbox was given.
+	// An idle guest should sleep. Without these settings its kernel compares its
+	// clocks twice a second, checks as often whether to compact memory ahead of need,
+	// and adds up its statistics every second. No driver is worth a wait of some
+	// seconds after boot, when the guest may already be captured. norandmaps is for
+	// the agent alone, which turns randomisation on again for all other programs. By
+	// default the driver for dummy interfaces makes one; programs are to see only the
+	// interfaces that the sandbox was given.
 	" norandmaps dummy.numdummies=0 tsc=nowatchdog deferred_probe_timeout=0 sysctl.vm.compaction_proactiveness=0 sysctl.vm.stat_interval=60"
 
-// describeBoot says what a Linux guest is booted with: the agent as its first
-// program, the root filesystem as /dev/vda, and what else was asked for.
+// describeBoot describes the boot of a Linux guest: the agent as its first program,
+// the root filesystem as /dev/vda, and the other parts of the spec.
 func (s *sandbox) describeBoot(ctx context.Context, b *bootMessage, spec engine.Spec) error {
 	agent, err := assets.Open(assets.GuestAgent)
 	if err != nil {
@@ -116,15 +122,15 @@ func (s *sandbox) describeBoot(ctx context.Context, b *bootMessage, spec engine.
 	return nil
 }
 
-// bootMessage is a Boot message in the making. The files, from the kernel on, are in
-// its order.
+// bootMessage is a Boot message in the making. The files are in the message's order,
+// which starts with the kernel.
 type bootMessage struct {
 	boot  *vmmctl.Boot
 	files []*os.File
-	own   []*os.File // those of the files that are closed with it
+	own   []*os.File // the files that are closed with the message
 }
 
-// newBoot begins a message. The kernel stays the caller's.
+// newBoot begins a message. The caller keeps the kernel's file and closes it.
 func newBoot(memory uint64, vcpus int, kernel *os.File) *bootMessage {
 	return &bootMessage{
 		boot:  &vmmctl.Boot{Memory: memory, VCPUs: uint64(vcpus), Devices: vmmctl.Devices{ReadyPort: guestrpc.AgentPort}},
@@ -132,7 +138,7 @@ func newBoot(memory uint64, vcpus int, kernel *os.File) *bootMessage {
 	}
 }
 
-// owned has a file closed with the message: the vmm has its own copy by then.
+// owned marks a file to be closed with the message, when the vmm has its own copy.
 func (b *bootMessage) owned(f *os.File) *os.File {
 	b.own = append(b.own, f)
 	return f
@@ -140,37 +146,37 @@ func (b *bootMessage) owned(f *os.File) *os.File {
 
 func (b *bootMessage) close() {
 	for _, f := range b.own {
-		_ = f.Close() // only passed on
+		_ = f.Close() // the vmm has its own copy
 	}
 }
 
-// addInitrd comes before all devices.
+// addInitrd adds the initramfs. It has to come before all devices.
 func (b *bootMessage) addInitrd(f *os.File) {
 	b.boot.HasInitrd = true
 	b.files = append(b.files, f)
 }
 
-// addDisk adds a disk in a file, or with a stack: then the file is its top, and it
-// comes with the files of its layers. Disks come before nets.
+// addDisk adds a disk. Without a stack the file is the disk. With a stack the file is
+// the disk's writable top, and layers are the stack's files. Disks come before nets.
 func (b *bootMessage) addDisk(d vmmctl.Disk, file *os.File, layers ...*os.File) {
 	b.boot.Devices.Disks = append(b.boot.Devices.Disks, d)
 	b.files = append(append(b.files, layers...), file)
 }
 
-// overlay tells the guest that the last disk is what it writes to in place of a
-// layer in memory.
+// overlay is the command line argument that makes the guest write to the last disk
+// instead of a layer in memory.
 func (b *bootMessage) overlay() string {
 	return "agentrun.overlay=/dev/vd" + string(rune('a'+len(b.boot.Devices.Disks)-1))
 }
 
-// addNet adds an interface whose frames go to and come from a socket, one frame per
+// addNet adds an interface. Its frames go to and come from a socket, one frame per
 // message.
 func (b *bootMessage) addNet(n vmmctl.Net, socket *os.File) {
 	b.boot.Devices.Nets = append(b.boot.Devices.Nets, n)
 	b.files = append(b.files, socket)
 }
 
-// tops are the disks' files that are written to.
+// tops are the top files of the disks, which the guest writes to.
 func (b *bootMessage) tops() (tops []*os.File) {
 	at := 1
 	if b.boot.HasInitrd {
@@ -183,8 +189,8 @@ func (b *bootMessage) tops() (tops []*os.File) {
 	return tops
 }
 
-// start starts a vmm process in a jail and boots the machine. It returns when
-// the guest's processors run; WaitReady tells when its agent listens.
+// start starts a vmm process in a jail and boots the machine. It returns once the
+// guest's processors run. WaitReady waits until its agent listens.
 func (b *bootMessage) start(j *jail.Jail, asked engine.Limits) (*process.Process, error) {
 	devices, tops := &b.boot.Devices, b.tops()
 	var sizes []uint64
@@ -205,7 +211,7 @@ func (b *bootMessage) start(j *jail.Jail, asked engine.Limits) (*process.Process
 	return process.Begin(j, limits, &process.Message{Message: b.boot, Files: b.files})
 }
 
-// run starts the machine and returns when its agent has answered.
+// run starts the machine and returns once its agent has answered.
 func (b *bootMessage) run(ctx context.Context, j *jail.Jail, asked engine.Limits) (*Guest, error) {
 	p, err := b.start(j, asked)
 	if err != nil {
@@ -222,8 +228,8 @@ func (b *bootMessage) run(ctx context.Context, j *jail.Jail, asked engine.Limits
 	return g, nil
 }
 
-// abandon kills a guest that did not come up and adds to the error what its
-// console says.
+// abandon kills a guest that did not come up, and adds the tail of its console to the
+// error.
 func abandon(ctx context.Context, p *process.Process, err error) error {
 	console, _ := p.Console(context.WithoutCancel(ctx)) // the process may be gone
 	p.Kill()

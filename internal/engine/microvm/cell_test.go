@@ -13,8 +13,8 @@ import (
 )
 
 // TestForkStaysInItsCell: a vmm with a disk and a network interface is captured
-// twice, behind its filter and with its limits, and a fork of it has the same
-// limits and a wire in the jail's network.
+// twice, behind its filter and with its limits. A fork of it has the same limits, and
+// a wire in the jail's network.
 func TestForkStaysInItsCell(t *testing.T) {
 	const diskSize = 96 * mib // more than the RAM
 	j := openJail(t)
@@ -92,9 +92,9 @@ func TestForkStaysInItsCell(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		_ = wire.Close() // it is there
+		_ = wire.Close() // the test only checks that it exists
 	}
-	// Both go on.
+	// Both processes go on.
 	for _, p := range []*process.Process{p, fork} {
 		if err := p.Pause(t.Context()); err != nil {
 			t.Error(err)

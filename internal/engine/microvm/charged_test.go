@@ -7,9 +7,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestCharges: the limit of a vmm process is higher by what a file holds that it has
-// filled, until nobody has that open or mapped; no other capture is needed for it to
-// be what it was.
+// TestCharges: the limit of a vmm process is raised by the size of a file that it has
+// filled, until no process has the file open or mapped. The limit falls back without
+// another capture.
 func TestCharges(t *testing.T) {
 	p := startBare(t, openJail(t))
 	limit := func() uint64 {

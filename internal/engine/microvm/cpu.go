@@ -14,12 +14,12 @@ import (
 	"agentrun.dev/internal/vmm/kvm"
 )
 
-// hostCPU remembers this host's processor and KVM, which do not change: to ask
-// takes a while.
+// hostCPU caches facts about this host's processor and KVM. They do not change, and
+// asking takes a while.
 type hostCPU struct {
 	mu    sync.Mutex // protects all following fields
 	cpu   snapshot.CPU
-	ahead bool // KVM can map memory before a guest touches it
+	ahead bool // whether KVM can map memory before a guest touches it
 }
 
 func (h *hostCPU) get() (cpu snapshot.CPU, err error) {
@@ -30,7 +30,7 @@ func (h *hostCPU) get() (cpu snapshot.CPU, err error) {
 		if err != nil {
 			return cpu, err
 		}
-		defer func() { _ = f.Close() }() // only asked
+		defer func() { _ = f.Close() }() // only read
 		sys, err := kvm.FromFile(f)
 		if err != nil {
 			return cpu, err
@@ -53,7 +53,7 @@ func (h *hostCPU) mapsAhead() bool {
 	return h.ahead
 }
 
-// readCPU asks for this host's processor and what guests find of it.
+// readCPU reads this host's processor and the features that guests find of it.
 func readCPU(sys *kvm.System) (is snapshot.CPU, err error) {
 	entries, err := sys.SupportedCPUID()
 	if err != nil {
@@ -86,8 +86,8 @@ func readCPU(sys *kvm.System) (is snapshot.CPU, err error) {
 	return is, err
 }
 
-// check refuses a snapshot whose guest has found another processor than this
-// host has, and would go on to use it.
+// check refuses a snapshot whose guest relies on a processor that this host does not
+// have.
 func (h *hostCPU) check(m snapshot.Manifest) error {
 	host, err := h.get()
 	if err != nil {
@@ -99,8 +99,8 @@ func (h *hostCPU) check(m snapshot.Manifest) error {
 	return nil
 }
 
-// differs says why a guest of one processor cannot go on with another; "" if it
-// can. A stepping makes no difference, nor do features that are added.
+// differs says why a guest of one processor cannot go on with another; "" if it can.
+// A different stepping and additional features make no difference.
 func differs(was, is snapshot.CPU) string {
 	kind := func(c snapshot.CPU) string { return fmt.Sprintf("%s family %d model %d", c.Vendor, c.Family, c.Model) }
 	if kind(was) != kind(is) {

@@ -10,8 +10,8 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// TestOtherCPU: a snapshot from another processor is refused, by forks and by
-// spares, with what differs; one whose processor had less is not.
+// TestOtherCPU: forks and spares refuse a snapshot from another processor, and name
+// the difference. A snapshot from a processor with fewer features is accepted.
 func TestOtherCPU(t *testing.T) {
 	e := jailedEngine(t, openJail(t).Jail, residentFolder(t))
 	t.Cleanup(func() { _ = e.Close() })

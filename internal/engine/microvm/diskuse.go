@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// diskUse is how many bytes the files take that a vmm process writes its disks
-// to. They have no name: the process is the only one to ask.
+// diskUse is how many bytes the files of a vmm process's disks take. The files have
+// no name, so they can only be found through the process's descriptors.
 func diskUse(pid int) (uint64, error) {
 	proc := "/proc/" + strconv.Itoa(pid)
 	fds, err := os.ReadDir(proc + "/fd")
@@ -23,7 +23,7 @@ func diskUse(pid int) (uint64, error) {
 	var total uint64
 	for _, fd := range fds {
 		n, err := topSize(proc, fd.Name())
-		if err != nil && !errors.Is(err, fs.ErrNotExist) { // it was closed meanwhile
+		if err != nil && !errors.Is(err, fs.ErrNotExist) { // the descriptor was closed meanwhile
 			return 0, fmt.Errorf("look at the disks of the vmm process: %w", err)
 		}
 		total += n
@@ -31,8 +31,9 @@ func diskUse(pid int) (uint64, error) {
 	return total, nil
 }
 
-// topSize is that of a descriptor if it is a disk's: a file without a name,
-// opened for reading and writing, and no memfd, which memory is counted in.
+// topSize is the size of a descriptor's file if it is the top of a disk, and 0
+// otherwise. A top is a file without a name, opened for reading and writing. Memfds
+// are not tops; they count as memory.
 func topSize(proc, fd string) (uint64, error) {
 	path := filepath.Join(proc, "fd", fd)
 	var st unix.Stat_t

@@ -7,7 +7,8 @@ import (
 	"agentrun.dev/internal/engine/microvm/process"
 )
 
-// TestDiskUse: what counts is what files without a name take that are written to.
+// TestDiskUse: diskUse counts the allocated bytes of files without a name that are
+// open for writing.
 func TestDiskUse(t *testing.T) {
 	before, err := diskUse(os.Getpid())
 	if err != nil {
@@ -32,7 +33,7 @@ func TestDiskUse(t *testing.T) {
 	if err := top.Sync(); err != nil { // file systems allocate late
 		t.Fatal(err)
 	}
-	layer, err := reopen(top) // of others, who only read it
+	layer, err := reopen(top) // descriptors that others only read from
 	if err != nil {
 		t.Fatal(err)
 	}

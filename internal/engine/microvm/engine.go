@@ -1,5 +1,5 @@
-// Package microvm runs sandboxes as microVMs: one vmm process per VM, which package
-// process starts and speaks with.
+// Package microvm runs sandboxes as microVMs, each in a vmm process of its own.
+// Package process starts these processes and speaks with them.
 package microvm
 
 import (
@@ -21,45 +21,45 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// Name is what snapshots of this engine carry.
+// Name identifies this engine in the snapshots that it makes.
 const Name = snapshot.Engine
 
 // Engine runs sandboxes as microVMs that fork.
 type Engine struct {
 	resident *layer.Resident
-	scratch  *os.File // a folder
+	scratch  *os.File // the folder of the disks' top files
 	vmm      *jail.Jail
 	touched  touched
 	spares   spareSet
 	cpu      hostCPU
 	key      *seal.Key
 	blanks   blanks
-	lent     jail.Files // to vmm processes, each of which counts its own
+	lent     jail.Files // disk files lent to vmm processes; each process counts its own
 	kernel   func() (string, error)
 }
 
 var _ engine.Engine = (*Engine)(nil)
 
-// Config says where an Engine keeps what it needs.
+// Config says where an Engine keeps its files, and how strict its jail is.
 type Config struct {
 	// Resident is a folder on tmpfs for the memory layers that sandboxes map.
 	Resident string
-	// Scratch is a folder for what sandboxes write to their disks. Files there
-	// have no name and vanish with their sandbox.
+	// Scratch is a folder for the data that sandboxes write to their disks. Files
+	// there have no name and vanish with their sandbox.
 	Scratch string
-	// Jail says what to do where sandboxes cannot be jailed or limited.
+	// Jail says whether to go on where sandboxes cannot be jailed or limited.
 	Jail JailPolicy
-	// Key opens the private snapshots that adopted sandboxes come from; nil opens
-	// none.
+	// Key opens the private snapshots that adopted sandboxes come from. With nil the
+	// engine cannot open private snapshots.
 	Key *seal.Key
 }
 
-// JailPolicy says what is accepted where walls cannot be built. The zero value
-// refuses.
+// JailPolicy says which walls may be missing where they cannot be built. The zero
+// value accepts no missing wall.
 type JailPolicy struct {
 	// AllowUnlimited starts sandboxes without limits by cgroups.
 	AllowUnlimited bool
-	// AllowUnjailed starts them with nothing but a system call filter.
+	// AllowUnjailed starts sandboxes with only a system call filter.
 	AllowUnjailed bool
 }
 
@@ -92,10 +92,10 @@ func New(cfg Config) (*Engine, error) {
 	return &Engine{resident: resident, scratch: scratch, vmm: vmms, key: cfg.Key, kernel: sync.OnceValues(kernelDigest)}, nil
 }
 
-// Name is what snapshots of this engine carry.
+// Name identifies this engine in the snapshots that it makes.
 func (e *Engine) Name() string { return Name }
 
-// Processor is what sandboxes see of the host's processor.
+// Processor is the host's processor as sandboxes see it.
 func (e *Engine) Processor() (engine.Processor, error) {
 	cpu, err := e.cpu.get()
 	if err != nil {
@@ -114,26 +114,27 @@ func (e *Engine) Capabilities() engine.Capabilities {
 	return engine.Capabilities{Disks: true, SharesMemory: true}
 }
 
-// Close frees the engine and ends its spares; sandboxes live on.
+// Close frees the engine and ends its spares. Sandboxes live on.
 func (e *Engine) Close() error {
 	return errors.Join(e.spares.close(), e.blanks.close(), e.resident.Close(), e.scratch.Close(), e.vmm.Close())
 }
 
-// top makes a file without a name for what a disk's guest writes.
+// top makes a file without a name for the writes of a disk's guest.
 func (e *Engine) top() (*os.File, error) {
 	f, err := os.CreateTemp(e.scratch.Name(), "disk-")
 	if err != nil {
 		return nil, fmt.Errorf("make a disk's writable layer: %w", err)
 	}
-	// Not O_TMPFILE: overlay filesystems have learnt it only in Linux 6.2.
+	// O_TMPFILE is not used: overlay filesystems support it only since Linux 6.2.
 	if err := os.Remove(f.Name()); err != nil {
 		return nil, errors.Join(fmt.Errorf("make a disk's writable layer: %w", err), f.Close())
 	}
 	return f, nil
 }
 
-// Outdated says why a template's snapshot is to be made anew: its guests have another kernel
-// than this AgentRun would boot, which a snapshot keeps for good.
+// Outdated says why a template's snapshot is to be made anew. The reason is that its
+// guests run another kernel than this AgentRun would boot: a snapshot keeps its
+// kernel for good.
 func (e *Engine) Outdated(m snapshot.Manifest) (why string, err error) {
 	ours, err := e.kernel()
 	if err != nil || m.Kernel == ours {
@@ -142,7 +143,7 @@ func (e *Engine) Outdated(m snapshot.Manifest) (why string, err error) {
 	return fmt.Sprintf("its guest kernel is another build (%.12s, this is %.12s)", m.Kernel, ours), nil
 }
 
-// kernelDigest is that of the guest kernel that comes with AgentRun.
+// kernelDigest is the digest of the guest kernel that comes with AgentRun.
 func kernelDigest() (string, error) {
 	f, err := assets.Open(assets.Kernel)
 	if err != nil {
@@ -157,8 +158,8 @@ func (e *Engine) Fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	return e.ForkRehearsed(ctx, snap, opts, nil)
 }
 
-// ForkRehearsed does so, and what the rehearsals of the first two touch is mapped
-// ahead in others.
+// ForkRehearsed forks and rehearses. The pages that the rehearsals of the first two
+// forks touch are mapped ahead in later forks.
 func (e *Engine) ForkRehearsed(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions, rehearse engine.Rehearsal) (engine.Sandbox, error) {
 	if err := e.Fits(snap.Manifest()); err != nil {
 		return nil, fmt.Errorf("fork %s: %w", snap.ID(), err)
@@ -170,7 +171,7 @@ func (e *Engine) ForkRehearsed(ctx context.Context, snap *snapshot.Snapshot, opt
 	return s, nil
 }
 
-// Restored is how long after the call to Fork a sandbox's processors ran.
+// Restored is the time from the call of Fork until the sandbox's processors ran.
 func Restored(sb engine.Sandbox) time.Duration {
 	if s, ok := sb.(*sandbox); ok {
 		return s.restored
@@ -184,7 +185,7 @@ func FromSpare(sb engine.Sandbox) bool {
 	return ok && s.fromSpare
 }
 
-// ProcessOf is the vmm process of a sandbox, nil if that is no microVM.
+// ProcessOf is the vmm process of a sandbox; nil if the sandbox is no microVM.
 func ProcessOf(sb engine.Sandbox) *process.Process {
 	if s, ok := sb.(*sandbox); ok {
 		return s.Process
@@ -192,7 +193,7 @@ func ProcessOf(sb engine.Sandbox) *process.Process {
 	return nil
 }
 
-// Identify says by which process a sandbox is found again.
+// Identify returns the id by which a sandbox's process is found again.
 func Identify(sb engine.Sandbox) (procid.ID, error) {
 	s, ok := sb.(*sandbox)
 	if !ok {

@@ -28,7 +28,7 @@ func (e *Engine) Fits(m snapshot.Manifest) error {
 	return e.cpu.check(m)
 }
 
-// fork makes a fork, which is rehearsed unless rehearse is nil.
+// fork makes a fork, and rehearses it unless rehearse is nil.
 func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.ForkOptions, rehearse engine.Rehearsal) (*sandbox, error) {
 	release, err := opts.WaitTurn(ctx)
 	if err != nil {
@@ -43,10 +43,10 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	from := e.originOf(snap)
 	touch, learn := e.touched.of(about)
 	from.touch, from.watch = touch, learn && e.cpu.mapsAhead()
-	if !from.watch { // what waits is not watched
+	if !from.watch { // a spare cannot be watched
 		from.spare = func() (*process.Process, bool) { return e.spares.take(snap.ID()) }
 	}
-	defer e.spares.refill(snap.ID()) // not before: to make the next one would slow this one down
+	defer e.spares.refill(snap.ID()) // only after the fork: making the next spare would slow this fork down
 	if _, err = e.restore(ctx, s, opts, from); err == nil && rehearse != nil {
 		err = rehearse(ctx, s)
 	}
@@ -54,7 +54,7 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	case !learn:
 	case err != nil:
 		e.touched.forget(about)
-	// Now, before anybody uses it: what it does later is not what all do.
+	// Ask now, before the fork is used: its later pages are not common to all forks.
 	case e.touched.learn(ctx, about, s.Process):
 		e.spares.renew(snap.ID())
 	}
@@ -64,22 +64,22 @@ func (e *Engine) fork(ctx context.Context, snap *snapshot.Snapshot, opts engine.
 	return s, nil
 }
 
-// origin is where a fork's parts come from. The files are the fork's to close.
+// origin says where a fork's parts come from. The fork closes the files.
 type origin struct {
 	profile string
-	based   bool           // its stacks are those of its parent
-	session []byte         // of the standby; empty: the fork opens one
-	touch   vmmctl.Touched // what the fork will need at once
-	watch   bool           // the fork will be asked for what it has touched
+	based   bool           // its stacks are its parent's
+	session []byte         // hello of the standby; if empty, the fork opens a session
+	touch   vmmctl.Touched // pages that the fork will need at once
+	watch   bool           // whether the fork will be asked which pages it has touched
 	state   func() (*os.File, error)
 	memory  func(context.Context, layer.Ref) (*os.File, error)
 	disk    func(*disk, layer.Ref) (*os.File, error)
-	// spare takes one that waits for a fork like this; nil where there never is
-	// any.
+	// spare takes a waiting spare that fits the fork. It is nil if such forks never
+	// have spares.
 	spare func() (*process.Process, bool)
 }
 
-// originOf is that of a snapshot's forks.
+// originOf is the origin of a snapshot's forks.
 func (e *Engine) originOf(snap *snapshot.Snapshot) origin {
 	m := snap.Manifest()
 	return origin{
@@ -92,7 +92,7 @@ func (e *Engine) originOf(snap *snapshot.Snapshot) origin {
 	}
 }
 
-// restore starts a fork that was described.
+// restore starts a fork that was described before.
 func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOptions, from origin) (*sandbox, error) {
 	begin := time.Now()
 	l, err := e.prepareLoad(s, opts, from)
@@ -126,14 +126,14 @@ func (e *Engine) restore(ctx context.Context, s *sandbox, opts engine.ForkOption
 	return s, nil
 }
 
-// loading is what makes a machine of a spare.
+// loading is the message that turns a spare into a machine.
 type loading struct {
 	process.Message
 	load    *vmmctl.Load
 	standby net.Conn // nil without one
 }
 
-// prepareLoad opens what a fork has for itself.
+// prepareLoad opens the files that a fork has for itself.
 func (e *Engine) prepareLoad(s *sandbox, opts engine.ForkOptions, from origin) (_ *loading, err error) {
 	l := &loading{load: &vmmctl.Load{Devices: e.devices(s)}}
 	l.Message.Message = l.load
@@ -149,7 +149,7 @@ func (e *Engine) prepareLoad(s *sandbox, opts engine.ForkOptions, from origin) (
 		sent.BytesPerSecond, sent.OpsPerSecond = opts.Limits.IO.BytesPerSecond, opts.Limits.IO.OpsPerSecond
 		refs := d.stack.Layers
 		if d.readOnly && len(refs) == 0 {
-			refs = []layer.Ref{{}} // what a sandbox was booted from has no digest until it is captured
+			refs = []layer.Ref{{}} // the files that a sandbox was booted from have no digest until a capture
 		}
 		for _, ref := range refs {
 			f, openErr := from.disk(d, ref)
@@ -182,7 +182,7 @@ func (e *Engine) prepareLoad(s *sandbox, opts engine.ForkOptions, from origin) (
 	return l, err
 }
 
-// devices describes those of a fork.
+// devices describes the devices of a fork.
 func (e *Engine) devices(s *sandbox) vmmctl.Devices {
 	out := vmmctl.Devices{ReadyPort: guestrpc.AgentPort}
 	var sizes []uint64
@@ -202,7 +202,7 @@ func (e *Engine) devices(s *sandbox) vmmctl.Devices {
 	return out
 }
 
-// load puts a fork into a spare that waits, or into one of its own.
+// load loads a fork into a waiting spare, or into a new one if no spare waits.
 func (e *Engine) load(ctx context.Context, s *sandbox, opts engine.ForkOptions, from origin, l *loading) (*process.Process, error) {
 	limits, err := e.limits(s, opts.Limits)
 	if err != nil {
@@ -213,7 +213,7 @@ func (e *Engine) load(ctx context.Context, s *sandbox, opts engine.ForkOptions, 
 		if !ok {
 			break
 		}
-		err := p.Limit(limits) // it was made with others
+		err := p.Limit(limits) // the spare was made with other limits
 		if err == nil {
 			_, err = p.Request(context.Background(), l.with, l.Files...)
 		}
@@ -222,7 +222,7 @@ func (e *Engine) load(ctx context.Context, s *sandbox, opts engine.ForkOptions, 
 			return p, nil
 		}
 		p.Kill()
-		if no := process.Refusal(""); errors.As(err, &no) { // others would, too; one that has died while it waited says nothing
+		if no := process.Refusal(""); errors.As(err, &no) { // other spares would refuse, too; the death of a waiting spare says nothing about others
 			return nil, fmt.Errorf("start microVM: %w", err)
 		}
 	}
@@ -235,7 +235,7 @@ func (e *Engine) load(ctx context.Context, s *sandbox, opts engine.ForkOptions, 
 	if err != nil {
 		return nil, err
 	}
-	// Both messages go at once.
+	// Both messages are sent before any reply, so that the vmm never waits.
 	loaded, postErr := p.Post(l.with, l.Files...)
 	if err = p.Made(made); err == nil {
 		err = postErr
@@ -250,13 +250,13 @@ func (e *Engine) load(ctx context.Context, s *sandbox, opts engine.ForkOptions, 
 	return p, nil
 }
 
-// with is the message under an id.
+// with returns the message with an id.
 func (l *loading) with(id uint64) vmmctl.Message {
 	l.load.ID = id
 	return l.load
 }
 
-// prepareSpare opens what all forks of an origin share.
+// prepareSpare opens the files that all forks of an origin share.
 func (e *Engine) prepareSpare(ctx context.Context, s *sandbox, from origin) (_ *process.Message, err error) {
 	spare := &vmmctl.Spare{Memory: s.memory, Profile: from.profile, VCPUs: uint64(s.vcpus), Touch: from.touch, Watch: from.watch}
 	m := &process.Message{Message: spare}
@@ -270,17 +270,17 @@ func (e *Engine) prepareSpare(ctx context.Context, s *sandbox, from origin) (_ *
 	return m, err
 }
 
-// limits is what a fork's process may take.
+// limits are the limits of a fork's process.
 func (e *Engine) limits(s *sandbox, asked engine.Limits) (jail.Limits, error) {
 	devices := e.devices(s)
 	tops := make([]*os.File, len(devices.Disks))
 	for i := range tops {
-		tops[i] = e.scratch // where they will be
+		tops[i] = e.scratch // the top files will be in this folder
 	}
 	return machineLimits(s.memory.Size, uint64(s.vcpus), &devices, tops, asked)
 }
 
-// describe says what a fork of a snapshot is made of.
+// describe describes the parts of a fork of a snapshot.
 func (e *Engine) describe(snap *snapshot.Snapshot, hostname string) (*sandbox, error) {
 	m := snap.Manifest()
 	generation, err := engine.NextGeneration(m)

@@ -19,7 +19,7 @@ type Guest struct {
 	Agent *guestrpc.Client
 }
 
-// dialAgent opens a session with the agent of a guest.
+// dialAgent opens a session with a guest's agent.
 func dialAgent(ctx context.Context, p *process.Process) (*Guest, error) {
 	ctx, cancel := context.WithTimeout(ctx, identity.AnswerPatience)
 	defer cancel()
@@ -34,9 +34,9 @@ func dialAgent(ctx context.Context, p *process.Process) (*Guest, error) {
 	return &Guest{Process: p, Agent: client}, nil
 }
 
-// Shutdown powers the guest off from inside: its processes get grace to end,
-// its disks are synced. A guest that is still there some time after the grace
-// is stopped.
+// Shutdown powers the guest off from inside: its processes get grace to end, and its
+// disks are synced. A guest that has not powered off some time after the grace is
+// stopped.
 func (g *Guest) Shutdown(ctx context.Context, grace time.Duration) (vmstate.Exit, error) {
 	ctx, cancel := context.WithTimeout(ctx, grace+shutdownMargin)
 	defer cancel()
@@ -55,6 +55,6 @@ func (g *Guest) Shutdown(ctx context.Context, grace time.Duration) (vmstate.Exit
 	return exit, errors.Join(err, g.Agent.Close())
 }
 
-// shutdownMargin is what a guest gets beyond the grace of its processes, to
+// shutdownMargin is the time that a guest gets beyond the grace of its processes, to
 // sync its disks and power off.
 const shutdownMargin = 30 * time.Second

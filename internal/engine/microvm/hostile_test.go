@@ -31,8 +31,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// These tests play a vmm process that was taken over: this program, started
-// again, with a control socket and the files that a vmm gets.
+// These tests play a vmm process that was taken over. The test program starts itself
+// again as the vmm, with a control socket and the files that a vmm gets.
 
 // hostileEnv names the lie, in the environment of such a process.
 const hostileEnv = "AGENTRUN_TEST_HOSTILE"
@@ -44,18 +44,18 @@ func init() {
 	}
 }
 
-// Of the machine that is played.
+// Sizes of the machine that the process plays.
 const (
 	hostileRAM  = mib
 	hostileDisk = mib
 	page        = layer.PageSize
 )
 
-// saving is what a vmm gets with Save, and what it answers.
+// saving holds the files that a vmm gets with Save, and its answer.
 type saving struct {
 	state, memory, disk *os.File
 	saved               vmmctl.Saved
-	raw                 []byte // instead of saved
+	raw                 []byte // the answer, if it is not saved
 }
 
 // honest saves one page of memory, and one of the disk.
@@ -73,7 +73,7 @@ func (w *saving) honest() error {
 	return errors.Join(stateErr, memoryErr, diskErr, w.memory.Truncate(hostileRAM))
 }
 
-// saveLies are told after everything was saved as it should be.
+// saveLies are lies told after everything was saved correctly.
 var saveLies = map[string]func(*saving) error{
 	"runs beyond the memory": func(w *saving) error { w.saved.Memory.Runs[0].Start = hostileRAM; return nil },
 	"zeros beyond the memory": func(w *saving) error {
@@ -134,7 +134,8 @@ func mapForGood(f *os.File) error {
 	return err
 }
 
-// words are what a vmm says, asked for its console, instead of an answer.
+// words are messages that a vmm sends instead of an answer to the request for its
+// console.
 var words = map[string]func(*vmmctl.Conn) error{
 	"an answer to nobody":   func(c *vmmctl.Conn) error { return c.Send(&vmmctl.Reply{ID: 12345}) },
 	"a request":             func(c *vmmctl.Conn) error { return c.Send(&vmmctl.Simple{Kind: vmmctl.KindStop, ID: 1}) },
@@ -171,7 +172,7 @@ var touchLies = map[string][]byte{
 	"a million touched": append([]byte{1, 0xc0, 0x84, 0x3d}, make([]byte, 4000)...),
 }
 
-// playHostile is the process.
+// playHostile is the main function of the hostile vmm.
 func playHostile(lie string) {
 	if lie == "hold" { // it keeps the socket open until the test ends
 		_, _ = os.NewFile(4, "end").Read(make([]byte, 1))
@@ -185,7 +186,7 @@ func playHostile(lie string) {
 	for {
 		m, files, err := conn.Receive()
 		if err != nil && lie == "socket closed" {
-			for { // it goes on
+			for { // the process goes on
 				_ = unix.Pause()
 			}
 		}
@@ -199,7 +200,7 @@ func playHostile(lie string) {
 	}
 }
 
-// hoard is the files of disks that one has kept which "hoards".
+// hoard holds the files of disks that a vmm with the lie "hoards" has kept.
 var hoard []*os.File
 
 func answerHostile(conn *vmmctl.Conn, lie string, m vmmctl.Message, files []*os.File) error {
@@ -216,9 +217,9 @@ func answerHostile(conn *vmmctl.Conn, lie string, m vmmctl.Message, files []*os.
 			return conn.Close() // it does not know the message
 		}
 		if lie == "silence" {
-			return conn.Send(&vmmctl.Ready{}) // so that the test knows
+			return conn.Send(&vmmctl.Ready{}) // tells the test that Save has arrived
 		}
-		if lie == "answers early" { // and keeps its pipes
+		if lie == "answers early" { // and keeps its pipes open
 			return conn.Send(&vmmctl.Reply{ID: m.ID, Data: (&vmmctl.Saved{Disks: make([]vmmctl.Change, 1)}).Marshal()})
 		}
 		w := &saving{state: files[1], memory: files[2], disk: files[3]}
@@ -235,18 +236,18 @@ func answerHostile(conn *vmmctl.Conn, lie string, m vmmctl.Message, files []*os.
 		}
 		if lie == "hoards" {
 			hoard = append(hoard, files[3:]...)
-			for _, f := range hoard { // as long as its limit of a file's size lets it
+			for _, f := range hoard { // up to its limit on the size of a file
 				if err := unix.Fallocate(int(f.Fd()), 0, 0, hostileDisk); err != nil {
 					return err
 				}
 			}
-			if err := files[3].Truncate(page); err != nil { // the parent looks at this one
+			if err := files[3].Truncate(page); err != nil { // the parent checks this file
 				return err
 			}
 		}
 		for _, f := range files {
 			if lie != "keeps files" && lie != "hoards" {
-				_ = f.Close() // as a vmm does
+				_ = f.Close() // as an honest vmm does
 			}
 		}
 		return conn.Send(&vmmctl.Reply{ID: m.ID, Data: w.raw})
@@ -257,10 +258,10 @@ func answerHostile(conn *vmmctl.Conn, lie string, m vmmctl.Message, files []*os.
 	return errors.New("not expected")
 }
 
-// startHostile starts such a process, which belongs to a sandbox that was booted.
+// startHostile starts a hostile vmm for a sandbox that was booted.
 func startHostile(t *testing.T, lie string) *sandbox { return startHostileIn(t, &jail.Cell{}, lie) }
 
-// startHostileIn starts one in the cell of another process.
+// startHostileIn starts a hostile vmm in the cell of another process.
 func startHostileIn(t *testing.T, cell *jail.Cell, lie string) *sandbox {
 	t.Helper()
 	ours, theirs, err := vmmctl.Pair()
@@ -320,7 +321,7 @@ func startHostileIn(t *testing.T, cell *jail.Cell, lie string) *sandbox {
 	return s
 }
 
-// killedFor fails unless the process has been killed for a reason.
+// killedFor fails unless the process was killed for this reason.
 func killedFor(t *testing.T, s *sandbox, why string) {
 	t.Helper()
 	select {
@@ -337,8 +338,8 @@ func killedFor(t *testing.T, s *sandbox, why string) {
 	}
 }
 
-// TestHostileSave: whatever a vmm lies about what it has saved, nothing is made of
-// it, and the vmm is killed.
+// TestHostileSave: if a vmm lies about a capture, nothing is made from the capture
+// and the vmm is killed.
 func TestHostileSave(t *testing.T) {
 	for _, lie := range slices.Sorted(maps.Keys(saveLies)) {
 		t.Run(lie, func(t *testing.T) {
@@ -361,7 +362,7 @@ func TestHostileSave(t *testing.T) {
 	}
 }
 
-// TestHostileWords: a vmm that says what nobody asked for, or nothing any more, is
+// TestHostileWords: a vmm that sends an unexpected message, or stops answering, is
 // killed.
 func TestHostileWords(t *testing.T) {
 	for _, lie := range slices.Sorted(maps.Keys(words)) {
@@ -371,7 +372,7 @@ func TestHostileWords(t *testing.T) {
 			if lie == "socket given away" {
 				asked := make(chan error)
 				go func() { _, err := s.Console(t.Context()); asked <- err }()
-				if err := s.WaitReady(t.Context()); err != nil { // it has done so
+				if err := s.WaitReady(t.Context()); err != nil { // it has sent Ready
 					t.Error(err)
 				}
 				s.Kill()
@@ -391,7 +392,8 @@ func TestHostileWords(t *testing.T) {
 	}
 }
 
-// TestHostileTouched: all later forks get the pages that a vmm tells of.
+// TestHostileTouched: invalid lists of touched pages are refused, because all later
+// forks would get those pages.
 func TestHostileTouched(t *testing.T) {
 	for _, lie := range slices.Sorted(maps.Keys(touchLies)) {
 		t.Run(lie, func(t *testing.T) {
@@ -411,8 +413,8 @@ func TestHostileTouched(t *testing.T) {
 	}
 }
 
-// TestSilentSave: one that never answers can be ended, and what waits for the
-// answer ends with it.
+// TestSilentSave: a vmm that never answers can be killed, and the fork that waits for
+// its answer then fails.
 func TestSilentSave(t *testing.T) {
 	s := startHostile(t, "silence")
 	var forked sync.WaitGroup
@@ -421,7 +423,7 @@ func TestSilentSave(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	if err := s.WaitReady(t.Context()); err != nil { // it has got Save
+	if err := s.WaitReady(t.Context()); err != nil { // Save has arrived
 		t.Error(err)
 	}
 	if err := s.Close(); err != nil {
@@ -430,8 +432,8 @@ func TestSilentSave(t *testing.T) {
 	forked.Wait()
 }
 
-// TestWritesAfterwards: what was captured stays as it was, although the vmm still
-// has all files.
+// TestWritesAfterwards: a capture does not change, although the vmm still has all its
+// files open.
 func TestWritesAfterwards(t *testing.T) {
 	s := startHostile(t, "keeps files")
 	m, saved, err := s.captureLive(t.Context())
@@ -448,7 +450,8 @@ func TestWritesAfterwards(t *testing.T) {
 	}
 	want := bytes.Repeat([]byte("page"), page/4)
 	for _, l := range m.live {
-		// The vmm's descriptors and the parent's of a file in memory are the same.
+		// A file in memory is the same open file in the vmm and the parent, so its
+		// offset is not to be relied on.
 		if strings.Contains(l.file.Name(), process.ChargedName) {
 			if _, err := l.file.WriteAt([]byte("x"), page); !errors.Is(err, unix.EPERM) {
 				t.Errorf("written to a sealed file: %v", err)

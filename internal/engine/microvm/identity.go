@@ -2,12 +2,12 @@ package microvm
 
 import "context"
 
-// Claim lets a paused fork go on as another one.
+// Claim lets a paused fork go on as a different sandbox.
 func (s *sandbox) Claim(ctx context.Context, hostname string) error {
-	s.capture.Lock() // a snapshot takes the identity with it
+	s.capture.Lock() // a snapshot contains the identity, so no capture may run meanwhile
 	defer s.capture.Unlock()
 	return s.self.Claim(ctx, s.Agent(), hostname, func() (func(context.Context) error, error) {
-		if s.Unpark() { // the renewal itself wakes it
+		if s.Unpark() { // the renewal request itself wakes it
 			return func(context.Context) error { return nil }, nil
 		}
 		resumed, err := s.PostResume()

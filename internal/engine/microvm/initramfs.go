@@ -9,9 +9,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Initramfs packs the guest agent as /init of an initial root filesystem, in
-// memory. That is all a guest needs from us: its own root filesystem may have
-// nothing installed. The kernel brings /dev/console itself.
+// Initramfs packs the guest agent as /init of an initial root filesystem, in memory.
+// A guest needs no other file from us, so its own root filesystem may be empty. The
+// kernel brings /dev/console itself.
 func Initramfs(agent *os.File) (*os.File, error) {
 	info, err := agent.Stat()
 	if err != nil {

@@ -23,7 +23,7 @@ import (
 
 const mib = 1 << 20
 
-// testJail is a jail whose ids and groups are not those of other tests.
+// testJail is a jail with ids and groups of its own, apart from other tests.
 type testJail struct {
 	*jail.Jail
 	folder, cgroup string
@@ -45,13 +45,13 @@ func openJail(t *testing.T) testJail {
 	return j
 }
 
-// groups lists the jail's cgroups of a kind, in all hierarchies.
+// groups lists the jail's cgroups that match a pattern, in all hierarchies.
 func (j testJail) groups(t *testing.T, pattern string) (all []string) {
 	t.Helper()
 	return jailtest.Groups(t, j.cgroup, pattern)
 }
 
-// bareMachine is the test guest, which runs on any KVM.
+// bareMachine is a machine with the bare test guest, which runs on any KVM.
 func bareMachine(t testing.TB) *bootMessage {
 	t.Helper()
 	f, err := assets.Open(assets.TestGuest)
@@ -72,8 +72,8 @@ func startBare(t *testing.T, j testJail) *process.Process {
 	return p
 }
 
-// TestVMMIsJailed looks at a vmm that runs a guest: every thread is locked
-// down, it is nobody, and its limits are set.
+// TestVMMIsJailed examines a vmm that runs a guest: every thread is locked down, it
+// runs as a user without a name, and its limits are set.
 func TestVMMIsJailed(t *testing.T) {
 	j := openJail(t)
 	p, other := startBare(t, j), startBare(t, j)
@@ -126,8 +126,8 @@ func TestVMMIsJailed(t *testing.T) {
 	}
 }
 
-// isLimited checks what a vmm has set itself, and that it goes before this process
-// when memory is short.
+// isLimited checks the limits that a vmm has set itself, and that the kernel kills it
+// before this process when memory is short.
 func isLimited(t *testing.T, pid int, maxFile uint64) {
 	t.Helper()
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/limits", pid))
@@ -148,8 +148,8 @@ func isLimited(t *testing.T, pid int, maxFile uint64) {
 	}
 }
 
-// ownMemory is what a vmm process has for itself alone, without its guest's
-// RAM, which is its only large mapping that can be written.
+// ownMemory is the memory of a vmm process without its guest's RAM, which is its only
+// large writable mapping.
 func ownMemory(t *testing.T, pid int) (bytes uint64) {
 	t.Helper()
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps", pid))
@@ -162,7 +162,7 @@ func ownMemory(t *testing.T, pid int) (bytes uint64) {
 		if len(fields) < 2 {
 			continue
 		}
-		kib, _ := strconv.ParseUint(fields[1], 10, 64) // 0 where it is no number
+		kib, _ := strconv.ParseUint(fields[1], 10, 64) // 0 if it is not a number
 		switch fields[0] {
 		default:
 			if strings.Contains(fields[0], "-") {
@@ -179,8 +179,8 @@ func ownMemory(t *testing.T, pid int) (bytes uint64) {
 	return bytes
 }
 
-// TestOutOfMemory: a vmm that the kernel kills for want of memory says so,
-// through its cgroup, and leaves nothing.
+// TestOutOfMemory: a vmm that the kernel kills for want of memory is reported as out
+// of memory, through its cgroup, and leaves nothing behind.
 func TestOutOfMemory(t *testing.T) {
 	j := openJail(t)
 	initrd, err := process.MemoryFile("initrd", bytes.Repeat([]byte{1}, 40*mib))
@@ -202,7 +202,7 @@ func TestOutOfMemory(t *testing.T) {
 	}
 }
 
-// traces is what VMs could leave in this process and on the machine.
+// traces counts the remains that VMs could leave in this process and on the machine.
 type traces struct {
 	files, goroutines, children int
 	mounts                      string
@@ -231,12 +231,12 @@ func look(t *testing.T) traces {
 	return traces{len(fds), runtime.NumGoroutine(), children, string(mounts)}
 }
 
-// nothingLeft looks for what VMs have left that are gone.
+// nothingLeft checks that VMs that have ended left nothing behind.
 func (j testJail) nothingLeft(t *testing.T, before traces) {
 	t.Helper()
 	after := look(t)
-	// The last VM's start may still be setting its monitor's slack; what every VM
-	// left would be far more.
+	// The start of the last VM may still be setting its monitor's slack. Remains of
+	// every VM would be far more.
 	const few = 5
 	if after.files > before.files+few || after.goroutines > before.goroutines+few || after.children != before.children || after.mounts != before.mounts {
 		t.Errorf("before: %+v\nafter: %+v", before, after)
@@ -250,11 +250,11 @@ func (j testJail) nothingLeft(t *testing.T, before traces) {
 	}
 }
 
-// TestNothingIsLeft makes and kills VMs, and spares, and looks for what they
-// left.
+// TestNothingIsLeft makes and kills VMs and spares, and checks that they leave
+// nothing behind.
 func TestNothingIsLeft(t *testing.T) {
 	j := openJail(t)
-	startBare(t, j).Kill() // whatever is made once
+	startBare(t, j).Kill() // makes everything that is made only once
 	snap := spareSnapshot(t, filepath.Join(t.TempDir(), "snapshot"))
 	e := jailedEngine(t, j.Jail, residentFolder(t))
 	machine := bareMachine(t)
@@ -284,7 +284,8 @@ func TestNothingIsLeft(t *testing.T) {
 	}
 }
 
-// TestMachineLimits: what a machine may take follows from what it is.
+// TestMachineLimits: the limits of a machine follow from its memory, vCPUs and
+// devices.
 func TestMachineLimits(t *testing.T) {
 	onTmpfs, err := process.MemoryFile("disk", make([]byte, 3*mib))
 	if err != nil {
@@ -320,8 +321,8 @@ func TestMachineLimits(t *testing.T) {
 	}
 }
 
-// TestNoMerging: the kernel does not merge pages of a vmm, also if it does so with
-// the daemon's: captures would lack them.
+// TestNoMerging: the kernel does not merge pages of a vmm, even if it merges those of
+// the daemon. Captures would miss merged pages.
 func TestNoMerging(t *testing.T) {
 	switch err := unix.Prctl(unix.PR_SET_MEMORY_MERGE, 1, 0, 0, 0); {
 	case errors.Is(err, unix.EINVAL):
@@ -335,7 +336,7 @@ func TestNoMerging(t *testing.T) {
 		}
 	}()
 	p := startBare(t, openJail(t))
-	// The memory of the guest has its flags here.
+	// The flags of the guest's memory are listed here.
 	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps", p.Pid()))
 	if err != nil {
 		t.Fatal(err)

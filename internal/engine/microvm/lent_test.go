@@ -13,8 +13,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestHoard: each capture hands a vmm files on the host's disk, each of which it can
-// make as long as its disk. One that closes none is not captured any more.
+// TestHoard: each capture hands files on the host's disk to a vmm, which can make
+// each of them as long as its disk. A vmm that closes none of them is not captured
+// again.
 func TestHoard(t *testing.T) {
 	s := startHostile(t, "hoards")
 	var refused error
@@ -46,8 +47,8 @@ func TestHoard(t *testing.T) {
 	}
 }
 
-// TestLentComeBack: a vmm that behaves is captured as often as anybody likes, to
-// files and to pipes.
+// TestLentComeBack: an honest vmm can be captured any number of times, to files and
+// to pipes.
 func TestLentComeBack(t *testing.T) {
 	j := openJail(t)
 	e := jailedEngine(t, j.Jail, residentFolder(t))

@@ -13,20 +13,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What a VM costs beyond its RAM, all of which is charged to its cgroup: the
-// process, KVM's structures and the buffers of its sockets and disks; and, by the
-// page, the page tables of the process and of the guest and what KVM notes
-// of each page.
+// overheadFixed and overheadPerRAM are the memory of a VM beyond its RAM. All of it
+// is charged to its cgroup. The fixed part is the process, KVM's structures and the
+// buffers of its sockets and disks. The part per page is the page tables of process
+// and guest, and KVM's records of each page.
 const (
 	overheadFixed  = 24 << 20
-	overheadPerRAM = 64 // one byte for so many
+	overheadPerRAM = 64 // one byte of overhead for this many bytes of RAM
 )
 
-// MemoryLimit is what a VM with this RAM can need at most.
+// MemoryLimit is the maximum memory of a VM with this RAM.
 func MemoryLimit(ram uint64) uint64 { return ram + ram/overheadPerRAM + overheadFixed }
 
-// Reserve is what a sandbox can need at most. Its disk is on the host's, unless
-// that is memory, too.
+// Reserve is the maximum memory of a sandbox. Its disk counts only if the host's
+// folder for disks is in memory.
 func (e *Engine) Reserve(ram, disk uint64) uint64 {
 	if inMemory, err := onMemory(e.scratch); inMemory || err != nil {
 		return MemoryLimit(ram) + disk
@@ -34,7 +34,7 @@ func (e *Engine) Reserve(ram, disk uint64) uint64 {
 	return MemoryLimit(ram)
 }
 
-// MaxDisk is the size of the file system that disks are written to.
+// MaxDisk is the size of the file system that holds the disks.
 func (e *Engine) MaxDisk() (uint64, error) {
 	var fs unix.Statfs_t
 	if err := unix.Fstatfs(int(e.scratch.Fd()), &fs); err != nil {
@@ -43,19 +43,19 @@ func (e *Engine) MaxDisk() (uint64, error) {
 	return min(fs.Blocks*uint64(fs.Bsize), layer.MaxSize), nil
 }
 
-// onMemory reports whether a file is on tmpfs or the like.
+// onMemory reports whether a file is on tmpfs or ramfs.
 func onMemory(f *os.File) (bool, error) {
 	var fs unix.Statfs_t
 	err := unix.Fstatfs(int(f.Fd()), &fs)
 	return fs.Type == unix.TMPFS_MAGIC || fs.Type == unix.RAMFS_MAGIC, err
 }
 
-// threadsFixed is room for the Go runtime's own threads and for those that
-// control connections block; a vCPU and a device have one each.
+// threadsFixed is the number of threads for the Go runtime itself and for blocked
+// control connections. Each vCPU and each device adds one.
 const threadsFixed = 48
 
-// machineLimits is what the process of a machine may take. tops has, for each
-// disk, the file that is written to, or any on the same file system.
+// machineLimits are the limits of a machine's process. For each disk, tops has its
+// top file, or any file on the same file system.
 func machineLimits(ram, vcpus uint64, devices *vmmctl.Devices, tops []*os.File, asked engine.Limits) (jail.Limits, error) {
 	l := jail.Limits{
 		Memory: MemoryLimit(ram), MilliCPUs: asked.MilliCPUs, Background: asked.Background,
@@ -76,9 +76,10 @@ func machineLimits(ram, vcpus uint64, devices *vmmctl.Devices, tops []*os.File, 
 	return l, err
 }
 
-// deviceLimits is what the disks together may do to the device that their writable
-// files are on, which an engine has in one folder. Each has its own token bucket;
-// this bounds what gets past them, and holds whatever becomes of the vmm.
+// deviceLimits are the limits of all disks together on the device that holds their
+// top files. An engine has all top files in one folder. Each disk has its own token
+// bucket; this limit bounds requests that get past the buckets, and holds even if the
+// guest takes over the vmm.
 func deviceLimits(disks []vmmctl.Disk, tops []*os.File, asked engine.IOLimits) (jail.IO, error) {
 	for i := range disks {
 		if disks[i].ReadOnly || asked == (engine.IOLimits{}) {
@@ -88,13 +89,13 @@ func deviceLimits(disks []vmmctl.Disk, tops []*os.File, asked engine.IOLimits) (
 		if err != nil {
 			return jail.IO{}, fmt.Errorf("limit disk %s: %w", disks[i].ID, err)
 		}
-		n := uint64(len(disks)) // those that are only read may have their layers there
+		n := uint64(len(disks)) // read-only disks may have their layers on the device
 		return jail.IO{Device: device, BytesPerSecond: times(asked.BytesPerSecond, n), OpsPerSecond: times(asked.OpsPerSecond, n)}, nil
 	}
 	return jail.IO{}, nil
 }
 
-// times is a rate for n disks; one that is too high to be written down is none.
+// times is the rate for n disks. A rate that overflows becomes 0, which is no limit.
 func times(rate, n uint64) uint64 {
 	high, low := bits.Mul64(rate, n)
 	if high != 0 {
@@ -103,17 +104,17 @@ func times(rate, n uint64) uint64 {
 	return low
 }
 
-// leastMaxFile is room for what a vmm writes whatever its guest is: the state of
-// the machine, and its last words.
+// leastMaxFile is room for the files that any vmm writes, whatever its guest: the
+// state of the machine and its last words.
 const leastMaxFile = 16 << 20
 
-// maxFile is the length of the longest file that the vmm of a machine writes: a
-// layer of its memory, the writable file of a disk, or a layer of that.
+// maxFile is the maximum length of any file that a machine's vmm writes: a layer of
+// its memory, the top file of a disk, or a layer of a disk.
 func maxFile(ram uint64, disks []uint64) uint64 {
 	return max(ram, leastMaxFile, slices.Max(append(disks, 0)))
 }
 
-// writableSize is how much can be written to a disk.
+// writableSize is how many bytes can be written to a disk.
 func writableSize(d *vmmctl.Disk, top *os.File) (uint64, error) {
 	if d.ReadOnly {
 		return 0, nil
@@ -128,8 +129,9 @@ func writableSize(d *vmmctl.Disk, top *os.File) (uint64, error) {
 	return uint64(info.Size()), nil
 }
 
-// memoryOf is how much memory a guest can fill by writing to a disk: all of it
-// where the file is on tmpfs, since its pages are the VM's and can go nowhere.
+// memoryOf is how much memory a guest can fill by writing to a disk. If the file is
+// on tmpfs, that is all of the disk: its pages are charged to the VM and cannot be
+// written out.
 func memoryOf(d *vmmctl.Disk, top *os.File) (uint64, error) {
 	if d.ReadOnly {
 		return 0, nil

@@ -21,11 +21,11 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// liveLayer is a layer of a live fork: it is in no snapshot, its name is no
-// digest, and it lives as long as a sandbox uses it.
+// liveLayer is a layer of a live fork. No snapshot contains it, and its name is
+// random instead of a digest. It lives as long as a sandbox uses it.
 type liveLayer struct {
 	file  *os.File
-	holds uint64 // bytes
+	holds uint64 // bytes of data in the layer
 	close func() error
 
 	mu    sync.Mutex // protects users
@@ -40,7 +40,7 @@ func (l *liveLayer) use() {
 
 func (l *liveLayer) release() error { return l.drop(l.close) }
 
-// drop ends one use, and does something with the last.
+// drop ends one use. After the last use it calls last.
 func (l *liveLayer) drop(last func() error) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -50,7 +50,7 @@ func (l *liveLayer) drop(last func() error) error {
 	return last()
 }
 
-// liveLayers are those of one sandbox.
+// liveLayers are the live layers that one sandbox uses.
 type liveLayers map[layer.Digest]*liveLayer
 
 func (l liveLayers) has(r layer.Ref) bool { return l[r.Digest] != nil }
@@ -63,8 +63,8 @@ func (l liveLayers) release() error {
 	return errors.Join(errs...)
 }
 
-// leave is release for a sandbox that goes on using them: what they hold stays
-// in memory, and is counted where it is.
+// leave ends the uses like release, for a sandbox that runs on and still maps the
+// layers. Their pages stay in memory, and stay charged where they are.
 func (l liveLayers) leave() error {
 	var errs []error
 	for _, x := range l {
@@ -73,7 +73,7 @@ func (l liveLayers) leave() error {
 	return errors.Join(errs...)
 }
 
-// add names a layer that somebody uses from now on.
+// add registers a new layer with one user, and gives it a name.
 func (l liveLayers) add(file *os.File, size uint64, runs []extent.Run, closeIt func() error) layer.Ref {
 	r := layer.Ref{Size: size}
 	_, _ = rand.Read(r.Digest[:]) // it never fails: crypto/rand ends the process instead
@@ -81,7 +81,7 @@ func (l liveLayers) add(file *os.File, size uint64, runs []extent.Run, closeIt f
 	return r
 }
 
-// held lists those that a memory is made of: those of disks are on disk.
+// held lists the live layers of a memory. The layers of disks are on disk.
 func (l liveLayers) held(memory layer.Stack) (list []engine.Held) {
 	for _, r := range memory.Layers {
 		if x := l[r.Digest]; x != nil {
@@ -91,13 +91,13 @@ func (l liveLayers) held(memory layer.Stack) (list []engine.Held) {
 	return list
 }
 
-// leastUse is the part of a layer, as its inverse, that a stack must show so
-// that the layer is worth its memory.
+// leastUse is the inverse of the share of a layer that a stack must show. A layer of
+// which a stack shows less is not worth its memory.
 const leastUse = 4
 
-// wasteful tells live layers of which a stack shows little: all that they hold
-// is in memory as long as anything of them is used. To store that little again
-// frees them.
+// wasteful selects the live layers of which a stack shows little. All pages of such a
+// layer stay in memory as long as any of them is used. Storing the few visible pages
+// again frees them.
 func (l liveLayers) wasteful(stack layer.Stack) func(layer.Ref) bool {
 	shown := map[layer.Digest]uint64{}
 	for _, e := range stack.Extents {
@@ -109,7 +109,7 @@ func (l liveLayers) wasteful(stack layer.Stack) func(layer.Ref) bool {
 	}
 }
 
-// usedBy lists those that the stacks use, for another user.
+// usedBy lists the live layers that the stacks use, with one more use each.
 func (l liveLayers) usedBy(stacks ...layer.Stack) liveLayers {
 	out := liveLayers{}
 	for _, stack := range stacks {
@@ -149,7 +149,7 @@ func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*eng
 	out.Stats = saved.Stats
 	out.Stats.Captured = time.Since(begin)
 	out.Held = m.live.held(m.memory)
-	out.Source = out.Held // it has the layers in common with them
+	out.Source = out.Held // the source shares the layers with the children
 	s.mu.Lock()
 	s.lastFork = out.Stats
 	s.mu.Unlock()
@@ -172,8 +172,7 @@ func (s *sandbox) liveFork(ctx context.Context, opts []engine.ForkOptions) (*eng
 	return out, nil
 }
 
-// moment is a running sandbox as it was at one instant: what children are made
-// of.
+// moment is a running sandbox as it was at one instant. Children are made from it.
 type moment struct {
 	sandbox // never runs; its stacks and live layers are those of the instant
 	state   *os.File
@@ -183,8 +182,8 @@ type moment struct {
 
 func (m *moment) release() error { return errors.Join(m.sandbox.release(), m.state.Close()) }
 
-// captureLive captures the sandbox, which has what was captured in common with
-// its children from then on.
+// captureLive captures the sandbox. From then on the sandbox shares the captured
+// layers with its children.
 func (s *sandbox) captureLive(ctx context.Context) (*moment, *vmmctl.Saved, error) {
 	s.capture.Lock()
 	defer s.capture.Unlock()
@@ -207,7 +206,7 @@ func (s *sandbox) captureLive(ctx context.Context) (*moment, *vmmctl.Saved, erro
 		if err == nil {
 			return m, c.saved, nil
 		}
-		if m != nil { // old layers could not be let go of
+		if m != nil { // old layers could not be released
 			err = errors.Join(err, m.release())
 		}
 		if errors.Is(err, errLie) {
@@ -220,14 +219,14 @@ func (s *sandbox) captureLive(ctx context.Context) (*moment, *vmmctl.Saved, erro
 	}
 }
 
-// How much is stored again to keep stacks small.
+// Efforts: how much a capture stores again, beyond the changes, to keep stacks small.
 const (
-	storeChanged = iota // nothing
-	storeLive           // what live layers hold, which then are superfluous
-	storeAll            // everything: the stack is one layer
+	storeChanged = iota // only the changes
+	storeLive           // also the data of live layers, which then become superfluous
+	storeAll            // everything: the stack becomes one layer
 )
 
-// leastEffort is the effort with which the stacks may stay small enough.
+// leastEffort is the least effort that may keep the stacks within their limits.
 func (s *sandbox) leastEffort() int {
 	stacks := []layer.Stack{s.memory}
 	for _, d := range s.disks {
@@ -243,7 +242,8 @@ func (s *sandbox) leastEffort() int {
 	return storeChanged
 }
 
-// include says what a Save of some effort stores beyond what changed.
+// include returns a Save that stores, beyond the changes, the runs that an effort
+// requires.
 func (s *sandbox) include(effort int) *vmmctl.Save {
 	pick := func(stack layer.Stack, owed []extent.Run) []extent.Run {
 		wasteful := s.live.wasteful(stack)
@@ -261,7 +261,7 @@ func (s *sandbox) include(effort int) *vmmctl.Save {
 	return save
 }
 
-// writable is the sizes of the disks that a capture stores.
+// writable returns the sizes of the disks that a capture stores.
 func (s *sandbox) writable() (sizes []uint64) {
 	for _, d := range s.disks {
 		if !d.readOnly {
@@ -271,8 +271,8 @@ func (s *sandbox) writable() (sizes []uint64) {
 	return sizes
 }
 
-// owe notes what the vmm believes to be kept and is not: it is stored with the
-// next capture.
+// owe records runs that the vmm believes to be stored although the capture failed.
+// The next capture stores them.
 func (s *sandbox) owe(saved *vmmctl.Saved) {
 	s.owed = fewRuns(s.owed, saved.Memory.Runs, saved.Memory.Zeros)
 	writable := 0
@@ -284,16 +284,16 @@ func (s *sandbox) owe(saved *vmmctl.Saved) {
 	}
 }
 
-// fewRuns unites lists: few enough runs for a message.
+// fewRuns unites lists into few enough runs for a message.
 func fewRuns(lists ...[]extent.Run) []extent.Run {
 	return extent.Coalesce(extent.Unite(lists...), layer.MaxExtents)
 }
 
-// lay makes a moment of what was captured, and rebases the sandbox on it, as the
-// vmm was.
+// lay makes a moment from a capture, and rebases the sandbox on the capture, as the
+// vmm already is.
 func (s *sandbox) lay(c *captured) (_ *moment, err error) {
 	fresh := liveLayers{}
-	defer func() { err = errors.Join(err, fresh.release()) }() // who uses them has a share by then
+	defer func() { err = errors.Join(err, fresh.release()) }() // by then each user has its own share
 	m := &moment{profile: string(c.machine.Profile), session: c.session}
 	stacks, err := s.overlay(c, fresh)
 	if err != nil {
@@ -316,8 +316,8 @@ func (s *sandbox) lay(c *captured) (_ *moment, err error) {
 	return m, err
 }
 
-// overlay lays what was captured over the stacks of memory and disks; fresh
-// gets the new layers.
+// overlay lays the captured data over the stacks of memory and disks. It adds the new
+// layers to fresh.
 func (s *sandbox) overlay(c *captured, fresh liveLayers) (stacks []layer.Stack, err error) {
 	var ref layer.Ref
 	if len(c.saved.Memory.Runs) > 0 {
@@ -352,8 +352,8 @@ func (s *sandbox) overlay(c *captured, fresh liveLayers) (stacks []layer.Stack, 
 	return stacks, nil
 }
 
-// setStacks takes what overlay returned: the memory's stack, then those of the
-// writable disks. Nothing is owed any more.
+// setStacks sets the stacks that overlay returned: the memory's, then one for each
+// writable disk. It clears all owed runs.
 func (s *sandbox) setStacks(stacks []layer.Stack) {
 	s.setMemory(stacks[0])
 	s.owed = nil
@@ -366,8 +366,9 @@ func (s *sandbox) setStacks(stacks []layer.Stack) {
 	}
 }
 
-// privateCopy copies what a vmm has written into a file that it cannot write. It
-// copies size bytes: the vmm may change the file meanwhile, and its offset.
+// privateCopy copies a file that the vmm has written into a file that the vmm cannot
+// write. It copies exactly size bytes, since the vmm may change the file and its
+// offset meanwhile.
 func (e *Engine) privateCopy(from *os.File, size uint64) (_ *os.File, err error) {
 	own, err := reopen(from)
 	if err != nil {
@@ -429,7 +430,7 @@ func (m *moment) child(ctx context.Context, opts engine.ForkOptions) (*sandbox, 
 			case d.readOnly || m.boot.isBlank(ref):
 				return reopen(m.boot.layer(ref))
 			}
-			// Nobody hashes what a live fork opens.
+			// Layers that a live fork opens are not hashed.
 			return nil, fmt.Errorf("disk %s: layer %s is nowhere", d.id, ref.Digest)
 		},
 	})

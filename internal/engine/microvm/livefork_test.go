@@ -7,8 +7,8 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-// TestWastefulLayers: a layer of which a stack shows less than a quarter is to
-// be stored again, what is in no live layer never is.
+// TestWastefulLayers: a live layer of which a stack shows less than a quarter is
+// stored again. A layer that is not live never is.
 func TestWastefulLayers(t *testing.T) {
 	const page = layer.PageSize
 	live := liveLayers{}

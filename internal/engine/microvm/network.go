@@ -12,9 +12,9 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// wire makes the wire of a sandbox that has an interface, and keeps the host's
-// end. The guest's, nil for a sandbox without an interface, is the caller's to
-// close.
+// wire makes the wire of a sandbox with an interface, and keeps the host's end. It
+// returns the guest's end for the caller to close, or nil for a sandbox without an
+// interface.
 func (s *sandbox) wire() (*os.File, error) {
 	if s.network == nil {
 		return nil, nil
@@ -27,14 +27,14 @@ func (s *sandbox) wire() (*os.File, error) {
 	return guest, nil
 }
 
-// rewire gives a sandbox that was adopted a new wire: the host's end of the one
-// that it has went with its maker. Whoever has a copy of that is cut off.
+// rewire gives an adopted sandbox a new wire. The host's end of its old wire ended
+// with the process that made it. Copies of the old end are cut off.
 func (s *sandbox) rewire() (*os.File, error) {
 	host, guest, err := s.engine.vmm.Wire()
 	if err != nil {
 		return nil, err
 	}
-	defer func() { _ = guest.Close() }() // the vmm has its own
+	defer func() { _ = guest.Close() }() // the vmm has its own copy
 	_, err = s.Request(context.Background(), func(id uint64) vmmctl.Message { return &vmmctl.Plug{ID: id} }, guest)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("give the sandbox a wire: %w", err), host.Close())
@@ -42,7 +42,7 @@ func (s *sandbox) rewire() (*os.File, error) {
 	return host, nil
 }
 
-// plugIn gives a sandbox that is booted its network interface.
+// plugIn gives a sandbox its network interface before it boots.
 func (s *sandbox) plugIn(b *bootMessage, n *engine.Network) error {
 	if err := n.Check(); err != nil {
 		return err
@@ -56,8 +56,8 @@ func (s *sandbox) plugIn(b *bootMessage, n *engine.Network) error {
 	return nil
 }
 
-// addressOf is the part of the kernel's command line by which the agent
-// configures the interface.
+// addressOf is the command line argument from which the agent configures the
+// interface.
 func addressOf(n *engine.Network) string {
 	parts := []string{"agentrun.ip=" + n.Address.String()}
 	if n.Gateway.IsValid() {
@@ -69,7 +69,7 @@ func addressOf(n *engine.Network) string {
 	if n.Gateway6.IsValid() {
 		parts = append(parts, "gw6="+n.Gateway6.StringExpanded())
 	}
-	for _, a := range n.DNS { // expanded, as the agent reads them
+	for _, a := range n.DNS { // written out in full, the form that the agent parses
 		parts = append(parts, "dns="+a.StringExpanded())
 	}
 	return strings.Join(parts, ",")

@@ -22,7 +22,7 @@ import (
 	"agentrun.dev/internal/vmm/vmstate"
 )
 
-// sandbox is a guest that knows what it was made of, so that it can be
+// sandbox is a guest together with the files that it was made from, so that it can be
 // captured.
 type sandbox struct {
 	*Guest
@@ -34,18 +34,18 @@ type sandbox struct {
 	memory    layer.Stack
 	disks     []disk
 	network   *engine.Network    // nil without an interface
-	parent    *snapshot.Snapshot // whose layers it maps; nil after a boot
+	parent    *snapshot.Snapshot // the snapshot whose layers it maps; nil after a boot
 	boot      *bootFiles         // nil in a fork
-	restored  time.Duration      // from the call of Fork until it ran
-	ownParent bool               // parent is its own to close
-	fromSpare bool               // which was made before that call
-	hasFiles  bool               // as disks: it cannot be captured
-	filesOnly bool               // its vmm, of an older AgentRun, saves to files and not to pipes
+	restored  time.Duration      // time from the call of Fork until the processors ran
+	ownParent bool               // whether the sandbox closes parent
+	fromSpare bool               // whether it was loaded into a spare made before the fork
+	hasFiles  bool               // files are attached as disks: it cannot be captured
+	filesOnly bool               // its vmm, of an older AgentRun, saves only to files and not to pipes
 
-	capture sync.Mutex        // one capture at a time; protects memory, the disks' stacks and all following fields
+	capture sync.Mutex        // held during a capture; protects memory, the disks' stacks and all following fields
 	standby *guestrpc.Standby // nil before the first capture
-	live    liveLayers        // those of memory and of the disks that are in no snapshot
-	owed    []extent.Run      // of memory: the vmm believes them kept
+	live    liveLayers        // the layers of memory and disks that no snapshot contains
+	owed    []extent.Run      // runs of memory that the vmm wrongly believes to be stored
 
 	mu       sync.Mutex // protects all following fields, and Guest.Agent
 	layers   int        // of memory
@@ -53,10 +53,10 @@ type sandbox struct {
 	lastFork engine.LiveForkStats
 }
 
-// bootFiles is what a sandbox and its live forks were booted from.
+// bootFiles are the files that a sandbox and its live forks were booted from.
 type bootFiles struct {
 	kernel, root *os.File
-	// blank is the layer that its disk began with; nil without a disk.
+	// blank is the layer that its disk started from; nil without a disk.
 	blank *blank
 
 	mu    sync.Mutex // protects users
@@ -82,12 +82,12 @@ func (b *bootFiles) release() error {
 	return err
 }
 
-// isBlank reports whether a layer is the one that the disk began with.
+// isBlank reports whether a layer is the blank that the disk started from.
 func (b *bootFiles) isBlank(ref layer.Ref) bool {
 	return b.blank != nil && b.blank.stack.Layers[0] == ref
 }
 
-// layer is the file of a layer that a sandbox was booted from.
+// layer is the file of a layer that the sandbox was booted from.
 func (b *bootFiles) layer(ref layer.Ref) *os.File {
 	if b.isBlank(ref) {
 		return b.blank.file
@@ -95,8 +95,8 @@ func (b *bootFiles) layer(ref layer.Ref) *os.File {
 	return b.root
 }
 
-// identifyBoot hashes what a sandbox was booted from, when that is first
-// needed: a sandbox that is never captured does not pay for it.
+// identifyBoot hashes the boot files when their digests are first needed. A sandbox
+// that is never captured does not pay for it.
 func (s *sandbox) identifyBoot() (err error) {
 	if s.boot == nil || s.kernel != "" {
 		return nil
@@ -112,12 +112,12 @@ func (s *sandbox) identifyBoot() (err error) {
 	return nil
 }
 
-// disk is a disk and the stack below it.
+// disk is a disk with the stack below its top.
 type disk struct {
 	id       string
 	readOnly bool
 	stack    layer.Stack
-	owed     []extent.Run // as the sandbox's
+	owed     []extent.Run // runs of the disk, as in sandbox.owed
 }
 
 var _ engine.Sandbox = (*sandbox)(nil)
@@ -158,7 +158,7 @@ func (s *sandbox) Shutdown(ctx context.Context, grace time.Duration) error {
 	return errors.Join(err, s.release())
 }
 
-// release closes what a sandbox keeps for its captures.
+// release closes the files that a sandbox keeps for its captures.
 func (s *sandbox) release() error { return s.end(liveLayers.release) }
 
 // leave is release for a sandbox that lives on.
@@ -168,7 +168,7 @@ func (s *sandbox) end(live func(liveLayers) error) error {
 	s.capture.Lock()
 	defer s.capture.Unlock()
 	if s.standby != nil {
-		_ = s.standby.Close() // nothing was sent
+		_ = s.standby.Close() // nothing was sent on it
 		s.standby = nil
 	}
 	err := errors.Join(live(s.live), s.CloseWire())
@@ -185,7 +185,7 @@ func (s *sandbox) end(live func(liveLayers) error) error {
 	return errors.Join(err, b.release())
 }
 
-// Stats reads what the vmm process costs.
+// Stats reads the costs of the vmm process.
 func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
 	st, err := ProcessStats(s.Pid())
 	if err == nil {
@@ -199,7 +199,7 @@ func (s *sandbox) Stats(context.Context) (engine.Stats, error) {
 	return st, err
 }
 
-// setMemory changes what the memory is made of.
+// setMemory changes the stack of the memory.
 func (s *sandbox) setMemory(stack layer.Stack) {
 	s.memory = stack
 	s.mu.Lock()
@@ -220,7 +220,7 @@ func ProcessStats(pid int) (st engine.Stats, err error) {
 			continue // the first line is a range of addresses
 		}
 		switch name {
-		case "Anonymous": // private pages would be those of a layer that only one happens to map, too
+		case "Anonymous": // Private_* would also count shared layers that only one process happens to map
 			st.Own = kib << 10
 		case "Pss":
 			st.Proportional = kib << 10
@@ -233,7 +233,7 @@ func ProcessStats(pid int) (st engine.Stats, err error) {
 // fileRef hashes a file whose size is a multiple of the page size.
 func fileRef(f *os.File) (layer.Ref, error) { return fileRefOf(f, 1<<62) }
 
-// fileRefOf does so with a file of which at most so much is read.
+// fileRefOf hashes at most the first most bytes of a file.
 func fileRefOf(f *os.File, most uint64) (layer.Ref, error) {
 	w := layer.NewWriter(io.Discard)
 	if _, err := io.Copy(w, io.NewSectionReader(f, 0, int64(most))); err != nil {
@@ -254,15 +254,15 @@ func fileDigest(f *os.File) (string, error) {
 	return layer.Digest(h.Sum(nil)).String(), nil
 }
 
-// wholeOf reads a file from its beginning, wherever others are in it.
+// wholeOf reads a file from its beginning, and leaves the file's offset alone.
 func wholeOf(f *os.File) io.Reader { return io.NewSectionReader(f, 0, 1<<62) }
 
-// wholeFile is the stack that is one file.
+// wholeFile is a stack that consists of one file.
 func wholeFile(ref layer.Ref) layer.Stack {
 	return layer.Stack{Size: ref.Size, Layers: []layer.Ref{ref}, Extents: []layer.Extent{{Length: ref.Size}}}
 }
 
-// reopen is another descriptor of an open file.
+// reopen opens another descriptor of an open file.
 func reopen(f *os.File) (*os.File, error) {
 	g, err := os.Open("/proc/self/fd/" + strconv.Itoa(int(f.Fd())))
 	if err != nil {

@@ -20,8 +20,8 @@ import (
 	"agentrun.dev/internal/vmm/vmstate"
 )
 
-// Snapshot captures the sandbox into a new folder. Copying, hashing and storing
-// goes on beside it.
+// Snapshot captures the sandbox into a new folder. The sandbox runs on while the data
+// is copied, hashed and stored.
 func (s *sandbox) Snapshot(ctx context.Context, dir string, opts ...snapshot.Option) (_ *snapshot.Snapshot, err error) {
 	if s.hasFiles {
 		return nil, fmt.Errorf("snapshot: %w", engine.ErrFiles)
@@ -46,7 +46,7 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 	if (s.Paused() || b.Still()) && !s.filesOnly {
 		return s.stream(ctx, b)
 	}
-	// What live layers hold is stored once more: they have no digest.
+	// The data of live layers is stored once more, since live layers have no digest.
 	durable, save := s.durable()
 	c, err := s.freeze(ctx, save)
 	if err != nil {
@@ -60,8 +60,8 @@ func (s *sandbox) build(ctx context.Context, b *snapshot.Builder) (*snapshot.Sna
 	return snap, err
 }
 
-// durable describes the sandbox without its live layers, and a Save that
-// stores what they hold.
+// durable returns a description of the sandbox without its live layers, and a Save
+// that stores the data of those layers.
 func (s *sandbox) durable() (*sandbox, *vmmctl.Save) {
 	save := &vmmctl.Save{}
 	d := &sandbox{
@@ -82,13 +82,14 @@ func (s *sandbox) durable() (*sandbox, *vmmctl.Save) {
 	return d, save
 }
 
-// standbyPatience is how long a capture waits for a guest whose agent does not
-// answer, though it may well be captured.
+// standbyPatience is how long a capture waits for the agent. A guest whose agent does
+// not answer can still be captured.
 const standbyPatience = 5 * time.Second
 
-// openStandby has a session with the agent ready for the forks to go on with.
-// A guest that stands still has no agent to open one with: its forks will.
-// settle is worth its time for a capture that many are forked from.
+// openStandby opens a session with the agent that the forks will continue. A guest
+// that stands still cannot open one, so its forks open their own. settle asks the
+// agent to finish postponed work first; that is worth the time if many forks will
+// follow.
 func (s *sandbox) openStandby(ctx context.Context, settle bool) {
 	if s.Paused() {
 		return
@@ -105,13 +106,13 @@ func (s *sandbox) openStandby(ctx context.Context, settle bool) {
 		}
 	}
 	if err := s.standby.Prepare(ctx, guestrpc.PrepareRequest{Settle: settle}); err != nil {
-		_ = s.standby.Close() // its guest does not answer, or not as it should
+		_ = s.standby.Close() // the agent does not answer, or answers wrongly
 		s.standby = nil
 	}
 }
 
-// session is what a fork of the captured sandbox needs to go on with the
-// standby, or nothing: then it opens a session of its own.
+// session returns the hellos of the standby, with which a fork continues it. It
+// returns nothing if there is no standby; a fork then opens a session of its own.
 func (s *sandbox) session(state *vmstate.State) []byte {
 	switch {
 	case s.standby == nil:
@@ -119,7 +120,7 @@ func (s *sandbox) session(state *vmstate.State) []byte {
 	case state.Standby:
 		return s.standby.Agreed()
 	}
-	_ = s.standby.Close() // it is of no use: the next capture opens another
+	_ = s.standby.Close() // the capture does not contain it: the next capture opens another
 	s.standby = nil
 	return nil
 }
@@ -128,18 +129,18 @@ func (s *sandbox) session(state *vmstate.State) []byte {
 type captured struct {
 	saved   *vmmctl.Saved
 	state   *os.File
-	machine *vmstate.State   // what is in it
-	encoded []byte           // likewise
+	machine *vmstate.State   // the decoded state
+	encoded []byte           // the encoded state
 	session []byte           // of the standby; empty without one
 	memory  *process.Charged // a sealed memfd, each page at its offset in RAM
-	held    uint64           // bytes that are there of the memory
+	held    uint64           // bytes of data in memory, without holes
 	disks   []*os.File       // one per writable disk
-	stored  *streamed        // set if memory and disks are layers already; they are nil then
+	stored  *streamed        // set if memory and disks were stored as layers already; they are nil then
 }
 
 func (c *captured) close() {
 	if c.memory != nil {
-		_ = c.memory.Close() // read or abandoned
+		_ = c.memory.Close() // its data was read, or the capture failed
 	}
 	for _, f := range append([]*os.File{c.state}, c.disks...) {
 		if f != nil {
@@ -148,7 +149,7 @@ func (c *captured) close() {
 	}
 }
 
-// freeze saves the sandbox as it is at one instant.
+// freeze saves the sandbox at one instant.
 func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, err error) {
 	if err := s.refuseLent(); err != nil {
 		return nil, err
@@ -190,7 +191,8 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 	}
 	s.expectCapture()
 	if save.Rebase {
-		// A vmm that was asked to rebase does so, whether anybody waits or not.
+		// A vmm that received a Save with Rebase carries it out, even if the caller
+		// stops waiting.
 		ctx = context.WithoutCancel(ctx)
 	}
 	reply, err := s.Request(ctx, func(id uint64) vmmctl.Message { save.ID = id; return save }, files...)
@@ -214,7 +216,7 @@ func (s *sandbox) freeze(ctx context.Context, save *vmmctl.Save) (_ *captured, e
 	return c, nil
 }
 
-// store makes a snapshot folder of what was captured.
+// store makes a snapshot folder from a capture.
 func (s *sandbox) store(ctx context.Context, b *snapshot.Builder, c *captured) (*snapshot.Snapshot, error) {
 	st := &storing{Builder: b, sandbox: s, stored: map[layer.Digest]bool{}}
 	memory, err := st.layMemory(ctx, c)
@@ -265,8 +267,8 @@ type storing struct {
 	stored  map[layer.Digest]bool
 }
 
-// layMemory stores the captured memory. It is loaded from there by the first
-// fork: what is in memory and no sandbox uses nobody would be charged for.
+// layMemory stores the captured memory. The first fork loads it from there: memory
+// that no sandbox uses would be charged to nobody.
 func (st *storing) layMemory(ctx context.Context, c *captured) (layer.Stack, error) {
 	below := st.sandbox.memory
 	if c.stored != nil {
@@ -286,7 +288,7 @@ func (st *storing) layMemory(ctx context.Context, c *captured) (layer.Stack, err
 	return st.lay(ctx, below, ref, nil, c.saved.Memory)
 }
 
-// layDisk stores what was captured of a disk.
+// layDisk stores the captured changes of a disk.
 func (st *storing) layDisk(ctx context.Context, below layer.Stack, f *os.File, c vmmctl.Change) (layer.Stack, error) {
 	var ref layer.Ref
 	if len(c.Runs) > 0 {
@@ -294,7 +296,8 @@ func (st *storing) layDisk(ctx context.Context, below layer.Stack, f *os.File, c
 		if ref, err = fileRefOf(f, extent.Total(c.Runs)); err != nil {
 			return below, err
 		}
-		// The vmm may change the file meanwhile: what is stored is hashed as well.
+		// The vmm may change the file meanwhile, so the stored copy is hashed as
+		// well.
 		if err = st.add(ref, f); errors.Is(err, layer.ErrDamaged) {
 			err = fmt.Errorf("%w: %w", errLie, err)
 		}
@@ -305,7 +308,7 @@ func (st *storing) layDisk(ctx context.Context, below layer.Stack, f *os.File, c
 	return st.lay(ctx, below, ref, f, c)
 }
 
-// lay stores a layer, if anything was captured, and puts it over the stack
+// lay stores a layer if the capture changed anything, and puts it over the stack
 // below.
 func (st *storing) lay(ctx context.Context, below layer.Stack, ref layer.Ref, f *os.File, c vmmctl.Change) (stack layer.Stack, err error) {
 	if len(c.Runs) > 0 {
@@ -326,10 +329,10 @@ func (st *storing) lay(ctx context.Context, below layer.Stack, ref layer.Ref, f 
 	return stack, st.keep(stack)
 }
 
-// compact makes one layer of a stack that has too many.
+// compact rewrites a stack with too many layers as one layer.
 func (st *storing) compact(ctx context.Context, stack layer.Stack) (layer.Stack, error) {
 	newFile := st.sandbox.engine.top
-	if st.Private() { // what holds secrets is on no disk in the clear
+	if st.Private() { // secrets are never on a disk unencrypted
 		newFile = st.sandbox.engine.resident.Create
 	}
 	f, err := newFile()
@@ -354,8 +357,8 @@ func (st *storing) add(ref layer.Ref, f *os.File) error {
 	return st.AddLayer(ref, f)
 }
 
-// keep stores what a stack still lacks: layers of the parent, which are
-// linked, or what a sandbox was booted from.
+// keep stores the layers that a stack still lacks: it links layers of the parent, and
+// copies the files that the sandbox was booted from.
 func (st *storing) keep(stack layer.Stack) error {
 	for _, ref := range stack.Layers {
 		if st.stored[ref.Digest] {

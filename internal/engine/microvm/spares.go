@@ -14,13 +14,13 @@ import (
 )
 
 // A spare is a jailed vmm process with a VM, its processors and the memory of a
-// snapshot, the pages that a fork writes to first included, and waits for a
-// state and devices. It serves any fork of the snapshot, whatever its limits,
-// and ends with the process that made it.
+// snapshot, including the pages that a fork writes to first. It waits for a state and
+// devices. It serves any fork of the snapshot, whatever the fork's limits, and ends
+// with the process that made it.
 
 var _ engine.Ahead = (*Engine)(nil)
 
-// KeepSpares has spares wait for forks of a snapshot.
+// KeepSpares keeps spares waiting for forks of a snapshot.
 func (e *Engine) KeepSpares(snap *snapshot.Snapshot, count int) (engine.Spares, error) {
 	if err := e.Fits(snap.Manifest()); err != nil {
 		return nil, fmt.Errorf("keep spares of %s: %w", snap.ID(), err)
@@ -36,7 +36,7 @@ func (e *Engine) KeepSpares(snap *snapshot.Snapshot, count int) (engine.Spares, 
 	return s, nil
 }
 
-// newSpare makes one.
+// newSpare makes a spare.
 func (e *Engine) newSpare(ctx context.Context, snap *snapshot.Snapshot) (spare, error) {
 	s, err := e.describe(snap, "spare")
 	if err != nil {
@@ -60,7 +60,7 @@ func (e *Engine) newSpare(ctx context.Context, snap *snapshot.Snapshot) (spare, 
 	return spare{p}, nil
 }
 
-// spare is a process that waits.
+// spare is a waiting process.
 type spare struct{ *process.Process }
 
 func (s spare) Wait() error {
@@ -73,7 +73,7 @@ func (s spare) Close() error {
 	return nil
 }
 
-// spares are those of one call of KeepSpares.
+// spares are the spares of one call of KeepSpares.
 type spares struct {
 	set  *spareSet
 	id   snapshot.ID
@@ -138,7 +138,7 @@ func (set *spareSet) each(id snapshot.ID, do func(*spares) bool) {
 	}
 }
 
-// take takes one that waits.
+// take takes a waiting spare.
 func (set *spareSet) take(id snapshot.ID) (p *process.Process, ok bool) {
 	set.each(id, func(s *spares) bool {
 		var taken spare
@@ -150,12 +150,13 @@ func (set *spareSet) take(id snapshot.ID) (p *process.Process, ok bool) {
 	return p, ok
 }
 
-// refill makes those that were taken again.
+// refill replaces the spares that were taken.
 func (set *spareSet) refill(id snapshot.ID) {
 	set.each(id, func(s *spares) bool { s.pool.Refill(); return false })
 }
 
-// renew replaces those that wait: more is known of what they should have.
+// renew replaces the waiting spares, once more is known about the pages that they
+// should contain.
 func (set *spareSet) renew(id snapshot.ID) {
 	set.each(id, func(s *spares) bool { s.pool.Renew(); return false })
 }

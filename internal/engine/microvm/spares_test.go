@@ -54,14 +54,14 @@ func residentFolder(t *testing.T) string {
 	return dir
 }
 
-// spareSnapshot is a snapshot that spares can be made of on any KVM; its state
-// is none, so that nothing can be loaded.
+// spareSnapshot is a snapshot from which spares can be made on any KVM. Its state is
+// invalid, so that no fork can be loaded.
 func spareSnapshot(t *testing.T, dir string) *snapshot.Snapshot {
 	t.Helper()
 	return doctoredSnapshot(t, dir, func(*snapshot.CPU) {})
 }
 
-// doctoredSnapshot is one that claims to be from another processor.
+// doctoredSnapshot is a spareSnapshot that claims to be from another processor.
 func doctoredSnapshot(t *testing.T, dir string, doctor func(*snapshot.CPU)) *snapshot.Snapshot {
 	t.Helper()
 	f, err := os.Create(filepath.Join(t.TempDir(), "layer"))
@@ -113,7 +113,7 @@ func (j testJail) pids(t *testing.T) (pids []int) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			// There may be a hierarchy per controller; and one that has ended, and
+			// There may be a hierarchy per controller. A process that has ended, and
 			// whose parent is just being told, is listed as 0 (cgroups v2).
 			if pid != 0 && !slices.Contains(pids, pid) {
 				pids = append(pids, pid)
@@ -125,11 +125,11 @@ func (j testJail) pids(t *testing.T) (pids []int) {
 
 const noState = "no state of a microVM"
 
-// TestSpares: as many spares wait as were asked for, a fork takes one and
-// another takes its place, one that dies is replaced, and nothing is left.
+// TestSpares: as many spares wait as were asked for. A fork takes a spare and another
+// spare takes its place. A spare that dies is replaced. Nothing is left behind.
 func TestSpares(t *testing.T) {
 	j := openJail(t)
-	startBare(t, j).Kill() // whatever is made once
+	startBare(t, j).Kill() // makes everything that is made only once
 	snap := spareSnapshot(t, filepath.Join(t.TempDir(), "snapshot"))
 	e := jailedEngine(t, j.Jail, residentFolder(t))
 	before := look(t)
@@ -141,7 +141,7 @@ func TestSpares(t *testing.T) {
 	if pids := j.pids(t); len(pids) != 3 {
 		t.Errorf("processes %v", pids)
 	}
-	// It says that it cannot be done, as a cold fork would.
+	// The spare refuses the state, as a new process would.
 	refused := func() {
 		t.Helper()
 		if _, err := e.Fork(t.Context(), snap, engine.ForkOptions{}); err == nil || !strings.Contains(err.Error(), noState) {
@@ -156,7 +156,7 @@ func TestSpares(t *testing.T) {
 			t.Errorf("%d forks were asked, one of them one that failed", i+1)
 		}
 	}
-	// Where a fork is watched that is to be asked, what waits is not for it.
+	// A fork that will be asked for its touched pages is watched, and takes no spare.
 	cold := kept.Stats().Taken == 0
 	if cold != e.cpu.mapsAhead() {
 		t.Errorf("%+v, KVM maps ahead: %t", kept.Stats(), e.cpu.mapsAhead())
@@ -181,7 +181,7 @@ func TestSpares(t *testing.T) {
 	}
 	j.nothingLeft(t, before)
 
-	// The engine's end is that of its spares.
+	// Closing the engine closes its spares.
 	if kept, err = e.KeepSpares(snap, 2); err != nil {
 		t.Fatal(err)
 	}
@@ -204,8 +204,8 @@ func waitFull(t *testing.T, s engine.Spares) {
 	}
 }
 
-// TestFillSpare: a spare gets the limits of the fork that it is for; one that
-// has died is passed over, and without any a process is started.
+// TestFillSpare: a spare gets the limits of the fork that takes it. A spare that has
+// died is passed over. Without spares a process is started.
 func TestFillSpare(t *testing.T) {
 	j := openJail(t)
 	snap := spareSnapshot(t, filepath.Join(t.TempDir(), "snapshot"))
@@ -265,15 +265,16 @@ func TestFillSpare(t *testing.T) {
 	}
 }
 
-// spareParent makes this program keep spares of a snapshot, in a jail: its
-// folder, cgroup, the snapshot and a folder for layers.
+// spareParent turns the test program into a process that keeps spares of a snapshot
+// in a jail. Its value holds the jail's folder and cgroup, the snapshot and a folder
+// for layers.
 const spareParent = "AGENTRUN_TEST_SPARE_PARENT"
 
 // TestSpareParent is the process that TestSparesEndWithParent kills.
 func TestSpareParent(t *testing.T) {
 	args := strings.Fields(os.Getenv(spareParent))
 	if len(args) != 4 {
-		return // it runs by itself: there is nothing to test
+		return // run without the variable: there is nothing to test
 	}
 	program, err := assets.Path(assets.VMM)
 	if err != nil {
@@ -293,8 +294,8 @@ func TestSpareParent(t *testing.T) {
 	<-t.Context().Done() // it is killed before
 }
 
-// TestSparesEndWithParent: spares that wait do not outlive a parent that was
-// killed, and the next one finds nothing but what can be swept.
+// TestSparesEndWithParent: waiting spares do not outlive a parent that was killed.
+// The next parent finds only remains that can be swept.
 func TestSparesEndWithParent(t *testing.T) {
 	j := openJail(t)
 	dir := filepath.Join(t.TempDir(), "snapshot")
@@ -325,7 +326,7 @@ func TestSparesEndWithParent(t *testing.T) {
 	}
 	_ = cmd.Wait() // it was killed
 	for _, a := range ended {
-		if err := errors.Join(a.Wait(), a.Close()); err != nil { // or the test runs into its limit
+		if err := errors.Join(a.Wait(), a.Close()); err != nil { // frees the handle, or the test would reach its limit
 			t.Error(err)
 		}
 	}

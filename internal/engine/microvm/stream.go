@@ -16,17 +16,17 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// streamed is what a vmm has written through pipes: layers of the snapshot in
-// the making. Those in which nothing was written are zero.
+// streamed holds the layers that a vmm has written through pipes into the snapshot in
+// the making. An empty layer has the zero Ref.
 type streamed struct {
 	memory layer.Ref
 	disks  []layer.Ref // one per writable disk
 }
 
-// stream stores a sandbox that stands still. Its vmm writes memory and disks
-// into pipes; on the way to the disk they are hashed, and sealed where the
-// snapshot is private. There is no copy of the memory anywhere, and nothing of
-// the sandbox has changed if it fails.
+// stream stores a sandbox that stands still. Its vmm writes memory and disks into
+// pipes. On the way to the disk the data is hashed, and sealed if the snapshot is
+// private. No copy of the memory exists anywhere. If stream fails, the sandbox is
+// unchanged.
 func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (*snapshot.Snapshot, error) {
 	for _, all := range []bool{false, true} {
 		durable, save := s.durable()
@@ -35,7 +35,8 @@ func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (*snapshot.Sn
 		if err != nil {
 			return nil, err
 		}
-		// To make one layer of many would take memory; the vmm writes all of them.
+		// Compacting many layers would take memory. Instead the vmm writes all of
+		// them.
 		if err := durable.fits(c); all || !errors.Is(err, layer.ErrNeedsCompaction) {
 			snap, storeErr := durable.store(ctx, b, c)
 			c.close()
@@ -46,8 +47,8 @@ func (s *sandbox) stream(ctx context.Context, b *snapshot.Builder) (*snapshot.Sn
 	panic("unreachable: the second round returns")
 }
 
-// storeCrowded has those stacks stored in full that have no room for another
-// layer, or all of them.
+// storeCrowded makes save store a stack in full if the stack has no room for another
+// layer. With all set, every stack is stored in full.
 func (s *sandbox) storeCrowded(save *vmmctl.Save, all bool) {
 	whole := func(stack *layer.Stack, runs *[]extent.Run) {
 		if all || len(stack.Layers) >= layer.MaxLayers {
@@ -65,7 +66,7 @@ func (s *sandbox) storeCrowded(save *vmmctl.Save, all bool) {
 	}
 }
 
-// fits looks whether what was written can be laid over the stacks.
+// fits checks that the written layers can be laid over the stacks.
 func (s *sandbox) fits(c *captured) error {
 	_, err := layer.Overlay(s.memory, c.stored.memory, c.saved.Memory.Runs, c.saved.Memory.Zeros)
 	writable := 0
@@ -81,7 +82,7 @@ func (s *sandbox) fits(c *captured) error {
 	return err
 }
 
-// drain has the vmm write the sandbox, and makes layers of that.
+// drain lets the vmm write the sandbox into pipes, and makes layers from the data.
 func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandbox, save *vmmctl.Save) (_ *captured, err error) {
 	if err := s.refuseLent(); err != nil {
 		return nil, err
@@ -138,14 +139,15 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 				st.Answered()
 			}
 			answer <- r
-		case <-s.Done(): // then the pipes are closed
+		case <-s.Done(): // the process has ended, and its pipes are closed
 		}
 	}()
 	refs := make([]layer.Ref, len(sizes))
 	for i, size := range sizes {
-		// A run is within its stack, and none is written twice.
+		// A run is within its stack, and no run is written twice, so size bounds the
+		// layer.
 		if refs[i], err = b.StreamLayer(ctx, p.streams[i], size); err != nil {
-			p.close() // the vmm fails, and does not wait
+			p.close() // the vmm's writes fail now, so it does not wait
 			break
 		}
 	}
@@ -167,8 +169,8 @@ func (s *sandbox) drain(ctx context.Context, b *snapshot.Builder, durable *sandb
 	return c, nil
 }
 
-// verifyStreamed takes what a vmm says that it has written through its pipes. The
-// error is errLie if the vmm is to blame.
+// verifyStreamed checks the vmm's description of the layers that it wrote through its
+// pipes. The error is errLie if the vmm is to blame.
 func (c *captured) verifyStreamed(answer []byte, memory uint64, disks []uint64) error {
 	if err := c.decode(answer, memory, disks); err != nil {
 		return err
@@ -182,14 +184,14 @@ func (c *captured) verifyStreamed(answer []byte, memory uint64, disks []uint64) 
 	return c.readState()
 }
 
-// pipes are those that a vmm writes to, and the files that it is given beside.
+// pipes are the pipes that a vmm writes to, and the other files that it is given.
 type pipes struct {
 	streams []*engine.Stream
 	stops   []func() bool
 	given   []*os.File
 }
 
-// add makes a pipe, and returns the end for the vmm.
+// add makes a pipe, and returns the vmm's end.
 func (p *pipes) add(ctx context.Context) (*os.File, error) {
 	st, err := engine.NewStream()
 	if err != nil {
@@ -199,18 +201,18 @@ func (p *pipes) add(ctx context.Context) (*os.File, error) {
 	return st.Theirs(), nil
 }
 
-// passed closes what the vmm has copies of.
+// passed closes our copies of the files that the vmm has.
 func (p *pipes) passed() {
 	for _, st := range p.streams {
-		_ = st.Passed() // nothing was written
+		_ = st.Passed() // nothing was written to it
 	}
 	for _, f := range p.given {
-		_ = f.Close() // likewise
+		_ = f.Close() // nothing was written to it
 	}
 	p.given = nil
 }
 
-// close lets go of everything; it may be called twice.
+// close closes all pipes and files. It may be called twice.
 func (p *pipes) close() {
 	p.passed()
 	for i, st := range p.streams {
@@ -219,8 +221,8 @@ func (p *pipes) close() {
 	}
 }
 
-// runsOf reads the runs of a file that has each at its own offset, one after the
-// other.
+// runsOf reads the runs of a file one after the other. Each run is at its own offset
+// in the file.
 func runsOf(f io.ReaderAt, runs []extent.Run) io.Reader {
 	parts := make([]io.Reader, len(runs))
 	for i, r := range runs {

@@ -18,8 +18,8 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// TestStreamIsChecked: a vmm that names more or less than it has written, other
-// disks, or runs that are not in the stack, is not believed.
+// TestStreamIsChecked: a vmm is not believed if it reports more or less data than it
+// has written, other disks, or runs outside of the stack.
 func TestStreamIsChecked(t *testing.T) {
 	const page = layer.PageSize
 	wrote := streamed{memory: layer.Ref{Digest: layer.Digest{1}, Size: 2 * page}, disks: []layer.Ref{{}}}
@@ -50,8 +50,8 @@ func TestStreamIsChecked(t *testing.T) {
 	}
 }
 
-// TestCrowdedStacks: a stack without room for another layer is written in full,
-// others are not.
+// TestCrowdedStacks: a stack without room for another layer is written in full. Other
+// stacks are not.
 func TestCrowdedStacks(t *testing.T) {
 	full := layer.Stack{Size: 1 << 20, Layers: make([]layer.Ref, layer.MaxLayers)}
 	some := layer.Stack{Size: 2 << 20, Layers: make([]layer.Ref, 1)}
@@ -76,7 +76,7 @@ func TestRunsOf(t *testing.T) {
 }
 
 // TestStreamOfJailed: a vmm process in its jail writes its machine through pipes,
-// within the limit of memory that it has; a reader that gives up does not harm it.
+// within its memory limit. A reader that gives up does not harm it.
 func TestStreamOfJailed(t *testing.T) {
 	j := openJail(t)
 	e := jailedEngine(t, j.Jail, residentFolder(t))
@@ -132,7 +132,7 @@ func TestStreamOfJailed(t *testing.T) {
 	if _, err := drain(gone); !errors.Is(err, context.Canceled) {
 		t.Errorf("with nobody who reads: %v", err)
 	}
-	for range 2 { // nothing was rebased
+	for range 2 { // twice, since the save rebases nothing
 		size, err := drain(t.Context())
 		if err != nil || size < filled || size > m.boot.Memory {
 			t.Errorf("%d bytes were written, %v", size, err)
@@ -146,7 +146,8 @@ func TestStreamOfJailed(t *testing.T) {
 	}
 }
 
-// TestHostileHello: a vmm process that says it speaks a version that never was is killed.
+// TestHostileHello: a vmm process that reports a version that never existed is
+// killed.
 func TestHostileHello(t *testing.T) {
 	s := startHostile(t, "older")
 	made := make(chan *vmmctl.Reply, 1)
@@ -156,15 +157,16 @@ func TestHostileHello(t *testing.T) {
 	}
 }
 
-// TestOlderVMM: the vmm process of an older AgentRun, which hangs up on a message
-// that it does not know, is captured by files while it stands still, and lives on.
+// TestOlderVMM: the vmm process of an older AgentRun closes the connection on a
+// message that it does not know. It is captured through files while it stands still,
+// and lives on.
 func TestOlderVMM(t *testing.T) {
 	s := startHostile(t, "older")
 	s.filesOnly = true
 	if err := s.Pause(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	// That it has no CPU profile is found when all has been saved.
+	// The missing CPU profile is found only after everything was saved.
 	_, err := s.Snapshot(t.Context(), filepath.Join(t.TempDir(), "snapshot"))
 	if err == nil || !strings.Contains(err.Error(), "the machine has CPU profile") {
 		t.Errorf("a capture: %v", err)
@@ -174,8 +176,8 @@ func TestOlderVMM(t *testing.T) {
 	}
 }
 
-// TestAnswersEarly: a vmm that says that it has written all, and keeps its pipes
-// open, is not waited for.
+// TestAnswersEarly: the wait for a vmm that claims to have written everything but
+// keeps its pipes open is bounded.
 func TestAnswersEarly(t *testing.T) {
 	s := startHostile(t, "answers early")
 	if err := s.Pause(t.Context()); err != nil {

@@ -10,45 +10,46 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// What a fork touches before its first answer, and in its rehearsal, is nearly the
-// same in each fork of a snapshot: the first ones are asked, and the others get
-// what these have in common before they run. One alone would not do: on a busy
-// host its kernel has had time for other things, and all would own the pages of
-// these.
+// All forks of a snapshot touch nearly the same pages before their first answer, and
+// in their rehearsal. So the engine asks the first forks which pages they have
+// touched, and maps the pages that these have in common in later forks before they
+// run. One fork would not be enough: on a busy host its kernel has had time for other
+// work, and all later forks would own the pages of that work.
 
-// ForksAsked is how many forks of a snapshot are asked. They themselves are
-// given nothing: what they were given would be theirs, needed or not.
+// ForksAsked is how many forks of a snapshot are asked. These forks are given no
+// pages: pages that they were given would look touched, whether needed or not.
 const ForksAsked = 2
 
-// maxTouched is how many pages are worth it: a guest that had more to do is not
-// a measure for others.
+// maxTouched is the maximum number of written pages to learn. A guest that writes
+// more is not typical for others.
 const maxTouched = 1024
 
-// maxRead is how many pages are mapped ahead that are only read. All later forks
-// of the snapshot get them, and page tables for them.
+// maxRead is the maximum number of pages to map ahead that are only read. All later
+// forks of the snapshot get these pages, and page tables for them.
 const maxRead = 32 * maxTouched
 
-// touched remembers the pages by subject, the last few.
+// touched remembers the pages of the last few subjects.
 type touched struct {
 	mu      sync.Mutex // protects all following fields
 	lessons map[subject]*lesson
 	order   []subject
 }
 
-// subject is what a fork is asked about: what it has touched until its first
-// answer, or until the end of its rehearsal.
+// subject is one question about the forks of a snapshot: which pages they touch until
+// their first answer, or until the end of their rehearsal.
 type subject struct {
 	snapshot  snapshot.ID
 	rehearsed bool
 }
 
-// lesson is what is known of a subject.
+// lesson is the knowledge about one subject.
 type lesson struct {
-	asked, told int            // forks that were or are being asked, and have answered
-	pages       vmmctl.Touched // what all that have answered have in common
+	asked, told int            // forks that were or are being asked, and forks that have answered
+	pages       vmmctl.Touched // pages that all answers have in common
 }
 
-// known returns the pages, once enough forks have told of some.
+// known returns the pages, once enough forks have answered and the answers have
+// written pages in common.
 func (l *lesson) known() (pages vmmctl.Touched, ok bool) {
 	if l == nil || l.told < ForksAsked || len(l.pages.Written) == 0 {
 		return vmmctl.Touched{}, false
@@ -58,13 +59,13 @@ func (l *lesson) known() (pages vmmctl.Touched, ok bool) {
 
 const maxSubjects = 64
 
-// of returns the pages that a fork is given; learn says that not enough forks have
-// been asked so far, and that the caller's is to be.
+// of returns the pages that a fork is given. learn says that too few forks have been
+// asked so far, and that the caller's fork is to be asked.
 func (t *touched) of(s subject) (pages vmmctl.Touched, learn bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if pages, ok := t.lessons[subject{s.snapshot, true}].known(); ok {
-		return pages, false // more than that until the first answer
+		return pages, false // these include the pages touched until the first answer
 	}
 	l := t.lessons[s]
 	if l == nil {
@@ -77,14 +78,15 @@ func (t *touched) of(s subject) (pages vmmctl.Touched, learn bool) {
 	return t.best(s.snapshot), false
 }
 
-// known returns the pages that a fork is given, as far as that is known.
+// known returns the pages that a fork of a snapshot is given, empty while they are
+// unknown.
 func (t *touched) known(id snapshot.ID) vmmctl.Touched {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.best(id)
 }
 
-// best returns the most that is known. The lock must be held.
+// best returns the largest known set of pages. The caller holds t.mu.
 func (t *touched) best(id snapshot.ID) vmmctl.Touched {
 	pages, ok := t.lessons[subject{id, true}].known()
 	if !ok {
@@ -93,7 +95,7 @@ func (t *touched) best(id snapshot.ID) vmmctl.Touched {
 	return pages
 }
 
-// add begins a lesson. The lock must be held.
+// add begins a lesson. The caller holds t.mu.
 func (t *touched) add(s subject) *lesson {
 	if t.lessons == nil {
 		t.lessons = map[subject]*lesson{}
@@ -108,7 +110,7 @@ func (t *touched) add(s subject) *lesson {
 	return l
 }
 
-// forget lets another fork be asked for one that could not be.
+// forget lets another fork be asked in place of one that failed.
 func (t *touched) forget(s subject) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -117,8 +119,8 @@ func (t *touched) forget(s subject) {
 	}
 }
 
-// learn asks a fork that has just answered or rehearsed. It reports whether the
-// pages are known with that.
+// learn asks a fork that has just answered or finished its rehearsal. It reports
+// whether the pages are now known.
 func (t *touched) learn(ctx context.Context, s subject, p *process.Process) bool {
 	pages, err := p.Touched(ctx)
 	if err != nil {
@@ -130,7 +132,7 @@ func (t *touched) learn(ctx context.Context, s subject, p *process.Process) bool
 	defer t.mu.Unlock()
 	l := t.lessons[s]
 	if l == nil {
-		return false // there were many others meanwhile
+		return false // many other subjects have displaced it meanwhile
 	}
 	if l.told++; l.told > 1 {
 		pages.Written, pages.Read = extent.Intersect(l.pages.Written, pages.Written), extent.Intersect(l.pages.Read, pages.Read)
@@ -140,7 +142,7 @@ func (t *touched) learn(ctx context.Context, s subject, p *process.Process) bool
 	return ok
 }
 
-// bounded leaves out what is not worth it.
+// bounded drops the lists of pages that are too long.
 func bounded(pages vmmctl.Touched) vmmctl.Touched {
 	if extent.Total(pages.Written) > maxTouched*extent.PageSize {
 		return vmmctl.Touched{}

@@ -10,16 +10,16 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// TestTouched: two forks of a snapshot are asked; if one has ended before it
-// could answer, another one is. Until both have told, nothing is known.
+// TestTouched: two forks of a snapshot are asked. If one has ended before it could
+// answer, another fork is asked. Until both have answered, no pages are known.
 func TestTouched(t *testing.T) {
 	j := openJail(t)
 	var m touched
 	about := subject{snapshot: snapshot.ID{1}}
 	dead, live := startBare(t, j), startBare(t, j)
 	dead.Kill()
-	// A guest that was booted, and is no fork, may have huge pages: then it has
-	// many, and is no measure for others.
+	// A booted guest, unlike a fork, may have huge pages. Then it has many pages, and
+	// is not typical for forks.
 	pages, err := live.Touched(t.Context())
 	if err != nil || len(pages.Written) == 0 || len(pages.Read) != 0 {
 		t.Fatalf("%v, %v", pages, err)
@@ -59,8 +59,9 @@ func TestTouched(t *testing.T) {
 	m.forget(about)
 }
 
-// TestRehearsedSubject: forks that rehearse are asked even if others have been,
-// are given nothing until then, and what they tell goes to all.
+// TestRehearsedSubject: forks that rehearse are asked even if other forks have been
+// asked. They are given no pages until then. All later forks get the pages that they
+// report.
 func TestRehearsedSubject(t *testing.T) {
 	id := snapshot.ID{1}
 	run := func(page uint64) vmmctl.Touched {
@@ -75,7 +76,7 @@ func TestRehearsedSubject(t *testing.T) {
 			t.Errorf("%v, learn: %t", pages, learn)
 		}
 	}
-	// They had too much to do: what is known goes on to be.
+	// The rehearsals touched too many pages, so the pages known before stay in use.
 	m.lessons[subject{id, true}] = &lesson{asked: ForksAsked, told: ForksAsked}
 	for _, rehearsed := range []bool{true, false} {
 		if pages, learn := m.of(subject{id, rehearsed}); learn || !reflect.DeepEqual(pages, run(1)) {

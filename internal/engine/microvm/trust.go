@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// expectCapture expects what a capture may have to copy: all of the memory and of
-// the disks.
+// expectCapture prepares for the longest capture: one that copies all of the memory
+// and the disks.
 func (s *sandbox) expectCapture() {
 	all := s.memory.Size
 	for _, size := range s.writable() {
@@ -24,15 +24,15 @@ func (s *sandbox) expectCapture() {
 	s.Expect(all)
 }
 
-// errLie says that what a vmm has saved is not what it says, or not what it may
-// be.
+// errLie says that the files of a capture contradict the vmm's answer, or are not
+// valid.
 var errLie = errors.New("what it has saved cannot be")
 
-// verify takes what a vmm has answered to Save and looks at the files. The files
-// in memory are sealed first: the vmm may still have them open, and other
-// sandboxes are made of them. Those of the disks stay open in the vmm; they are
-// only ever copied, as much as they have to hold. The error is errLie if the vmm
-// is to blame.
+// verify checks a vmm's answer to Save, and the files that it has written. The files
+// in memory are sealed first, since the vmm may still have them open and other
+// sandboxes are made from them. The files of the disks stay open in the vmm. They are
+// only ever copied, up to the size that they must have. The error is errLie if the
+// vmm is to blame.
 func (c *captured) verify(answer []byte, memory uint64, disks []uint64) (err error) {
 	if err := c.decode(answer, memory, disks); err != nil {
 		return err
@@ -49,7 +49,7 @@ func (c *captured) verify(answer []byte, memory uint64, disks []uint64) (err err
 	return c.readState()
 }
 
-// decode takes what a vmm says that it has saved.
+// decode decodes and checks a vmm's answer to Save.
 func (c *captured) decode(answer []byte, memory uint64, disks []uint64) error {
 	saved, err := vmmctl.UnmarshalSaved(answer)
 	if err == nil {
@@ -76,7 +76,7 @@ func (c *captured) readState() (err error) {
 	return nil
 }
 
-// sealed seals a file in memory that a vmm has written, and then is checkSize.
+// sealed seals a file in memory that a vmm has written, and then calls checkSize.
 func sealed(f *os.File, least, most uint64) (there uint64, err error) {
 	if err := trust.Seal(f); err != nil {
 		return 0, fmt.Errorf("%w: %w", errLie, err)
@@ -84,8 +84,8 @@ func sealed(f *os.File, least, most uint64) (there uint64, err error) {
 	return checkSize(f, least, most)
 }
 
-// checkSize checks how long a file is that a vmm has written, and returns how
-// many bytes are there, without holes.
+// checkSize checks the length of a file that a vmm has written, and returns how many
+// bytes of data it holds, without holes.
 func checkSize(f *os.File, least, most uint64) (there uint64, err error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(f.Fd()), &st); err != nil {

@@ -12,12 +12,12 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// TestChargedAsItIs: the limit of a vmm is raised by what its file holds, not by
-// what it says.
+// TestChargedAsItIs: the limit of a vmm is raised by the actual size of its file, not
+// by the size that it reports.
 func TestChargedAsItIs(t *testing.T) {
 	other := startBare(t, openJail(t)) // only for its cgroup
 	s := startHostileIn(t, other.Cell(), "honest")
-	t.Cleanup(func() { go other.Kill() }) // the end of each waits until the cgroup is empty
+	t.Cleanup(func() { go other.Kill() }) // each waits until the shared cgroup is empty
 	_, before, err := s.Charged()
 	if err != nil {
 		t.Fatal(err)
@@ -36,14 +36,14 @@ func TestChargedAsItIs(t *testing.T) {
 	if err := errors.Join(m.release(), s.release()); err != nil {
 		t.Error(err)
 	}
-	// It may take a while to be lowered, and is not raised any more.
+	// Lowering the limit may take a while. It is not raised any further.
 	if _, after, err := s.Charged(); err != nil || after > during {
 		t.Errorf("the limit was %d, and is %d afterwards: %v", before, after, err)
 	}
 }
 
-// TestHonestSave: what a real vmm says of a real guest is believed, again and
-// again, with a disk, and so are the pages that it has touched.
+// TestHonestSave: the answers of a real vmm about a real guest are accepted, several
+// times, with a disk and with the touched pages.
 func TestHonestSave(t *testing.T) {
 	j := openJail(t)
 	e := jailedEngine(t, j.Jail, residentFolder(t))
@@ -90,8 +90,8 @@ func TestHonestSave(t *testing.T) {
 	}
 }
 
-// TestReadsAreBounded: a guest that reads all of its memory does not have all later
-// forks map it.
+// TestReadsAreBounded: if a guest reads all of its memory, later forks do not map all
+// of it.
 func TestReadsAreBounded(t *testing.T) {
 	all := vmmctl.Touched{
 		Written: []extent.Run{{Start: 0, Length: page}},

@@ -12,7 +12,7 @@ import (
 	"agentrun.dev/internal/storage/seal"
 )
 
-// Kind is an engine by the name that people use.
+// Kind is an engine by its name on the command line.
 type Kind string
 
 // The engines. Auto leaves the choice to the host.
@@ -28,7 +28,7 @@ var Kinds = []Kind{MicroVM, GVisor}
 // String makes a Kind a flag.
 func (k *Kind) String() string { return string(*k) }
 
-// Type is what help texts call it.
+// Type is the name of the flag's type in help texts.
 func (k *Kind) Type() string { return "engine" }
 
 // Set parses a name.
@@ -52,8 +52,8 @@ func Of(name string) (Kind, error) {
 	return "", fmt.Errorf("no engine is called %.80q", name)
 }
 
-// Choose resolves Auto: microVMs on hardware KVM, gVisor elsewhere. why says so
-// in a sentence.
+// Choose resolves Auto: microVMs on hardware KVM, gVisor elsewhere. why is the reason
+// in one sentence.
 func Choose(k Kind) (_ Kind, why string) {
 	if k != Auto {
 		return k, "it was asked for"
@@ -65,22 +65,22 @@ func Choose(k Kind) (_ Kind, why string) {
 	return GVisor, "KVM is not hardware's: " + detail
 }
 
-// Config is what engines need.
+// Config is the configuration of all engines.
 type Config struct {
-	// Resident is a folder on tmpfs, Scratch one on a disk.
+	// Resident is a folder on tmpfs. Scratch is a folder on a disk.
 	Resident, Scratch string
-	// Helpers is a folder on a disk for the builds of gvisor-helper that snapshots and
-	// sandboxes were made by; empty keeps none.
+	// Helpers is a folder on a disk for the builds of gvisor-helper that have made
+	// snapshots and sandboxes. If it is empty, no builds are kept.
 	Helpers string
 	Jail    microvm.JailPolicy
 	// Precreate is how many sandboxes gVisor makes ahead.
 	Precreate int
-	// Key opens the private snapshots that adopted sandboxes come from; nil opens
-	// none.
+	// Key opens the private snapshots that adopted sandboxes come from. With nil the
+	// engine cannot open private snapshots.
 	Key *seal.Key
 }
 
-// Open opens an engine, which is not Auto.
+// Open opens an engine. k must not be Auto.
 func Open(k Kind, cfg Config) (engine.Engine, error) {
 	switch k {
 	case MicroVM:

@@ -33,7 +33,7 @@ func TestKinds(t *testing.T) {
 	}
 }
 
-// TestChoose: what is asked for is taken; auto follows the host's KVM.
+// TestChoose: an explicit kind is kept. Auto follows the host's KVM.
 func TestChoose(t *testing.T) {
 	for _, k := range Kinds {
 		if got, why := Choose(k); got != k || why == "" {

@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// Refill makes what is missing, in the background.
+// Refill makes missing items in the background.
 func (p *Pool[T, R]) Refill() {
 	select {
 	case p.look <- struct{}{}:
@@ -14,8 +14,8 @@ func (p *Pool[T, R]) Refill() {
 	}
 }
 
-// Renew replaces the items that wait now, one after the other. They can be got until
-// then.
+// Renew replaces the items that wait now, one after the other. Each item can be got
+// until its replacement is ready.
 func (p *Pool[T, R]) Renew() {
 	p.mu.Lock()
 	for _, e := range p.waiting {
@@ -25,8 +25,8 @@ func (p *Pool[T, R]) Renew() {
 	p.Refill()
 }
 
-// Resize changes how many items wait. Surplus items are closed, the stale and the
-// youngest first: they have settled the least.
+// Resize changes how many items wait. Surplus items are closed: first the stale
+// items, then the youngest, which have settled the least.
 func (p *Pool[T, R]) Resize(count int) {
 	p.mu.Lock()
 	p.count = count
@@ -35,8 +35,8 @@ func (p *Pool[T, R]) Resize(count int) {
 	p.Refill()
 }
 
-// Hold keeps the pool from making items until release is called: whoever uses them
-// then has the machine to himself. An item that is being made is completed.
+// Hold keeps the pool from making items until release is called, so that the users of
+// its items have the machine to themselves. An item that is being made is completed.
 func (p *Pool[T, R]) Hold() (release func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -49,13 +49,14 @@ func (p *Pool[T, R]) Hold() (release func()) {
 	})
 }
 
-// Attempts that fail are repeated after a while that doubles.
+// A failed attempt is repeated after a while. The while doubles with each failure,
+// from firstBackoff up to lastBackoff.
 const (
 	firstBackoff = 50 * time.Millisecond
 	lastBackoff  = 10 * time.Second
 )
 
-// fill makes one item after the other, until there are enough.
+// fill makes items one after the other, until enough wait.
 func (p *Pool[T, R]) fill(ctx context.Context) {
 	backoff := firstBackoff
 	for {
@@ -94,7 +95,7 @@ func (p *Pool[T, R]) mayMake() bool {
 	return p.holds == 0 && p.lacks()
 }
 
-// lacks reports whether items are missing or stale; the lock must be held.
+// lacks reports whether items are missing or stale. The caller holds p.mu.
 func (p *Pool[T, R]) lacks() bool {
 	fresh := 0
 	for _, e := range p.waiting {
@@ -105,7 +106,7 @@ func (p *Pool[T, R]) lacks() bool {
 	return fresh < p.count
 }
 
-// add makes an item that waits.
+// add makes an item and lets it wait.
 func (p *Pool[T, R]) add(ctx context.Context) error {
 	item, err := p.cfg.Make(ctx)
 	if err != nil {
@@ -121,7 +122,7 @@ func (p *Pool[T, R]) add(ctx context.Context) error {
 	p.waiting = append(p.waiting, e)
 	p.notify()
 	p.work.Go(func() { p.watch(e) })
-	p.shrink() // it takes the place of a stale one, or fewer are to wait since it was begun
+	p.shrink() // the item replaces a stale one, or Resize has lowered the count meanwhile
 	return nil
 }
 
@@ -141,13 +142,13 @@ func (p *Pool[T, R]) watch(e *entry[T]) {
 	p.mu.Unlock()
 	if mine {
 		p.Refill()
-		// Without the lock: Close takes time, and locks of its own. It has ended; this
-		// frees what is left of it.
+		// Close is called without the lock, since it takes time and has locks of its
+		// own. The item has ended, and Close frees its remains.
 		_ = e.item.Close()
 	}
 }
 
-// shrink closes surplus items; the lock must be held.
+// shrink closes surplus items. The caller holds p.mu.
 func (p *Pool[T, R]) shrink() {
 	for len(p.waiting) > p.count {
 		last := p.waiting[len(p.waiting)-1]
@@ -159,6 +160,6 @@ func (p *Pool[T, R]) shrink() {
 		}
 		p.remove(last)
 		close(last.left)
-		p.work.Go(func() { _ = last.item.Close() }) // nobody has used it
+		p.work.Go(func() { _ = last.item.Close() }) // the item was never used
 	}
 }

@@ -8,8 +8,9 @@ import (
 	"testing"
 )
 
-// TestGet: of many requests at once, each gets an item of its own: the first those
-// that waited, the others what is made now. Then the pool is full again.
+// TestGet: each of many simultaneous requests gets an item of its own. The first
+// requests get waiting items, the others get items made now. Then the pool is full
+// again.
 func TestGet(t *testing.T) {
 	p, m := newPool(t, 5)
 	full(t, p)
@@ -45,7 +46,7 @@ func TestGet(t *testing.T) {
 	}
 }
 
-// refuseAll has the items that were made so far refuse to be claimed.
+// refuseAll makes all items so far refuse to be claimed.
 func (m *maker) refuseAll() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -73,8 +74,9 @@ func TestGetRefused(t *testing.T) {
 	}
 }
 
-// TestGetCancelled: a request that ends while it claims an item gets no other, and
-// the item is closed. It is not lost: it might have served another request.
+// TestGetCancelled: a request that ends while it claims an item gets no other item.
+// The item is closed but does not count as lost, since it might have served another
+// request.
 func TestGetCancelled(t *testing.T) {
 	p, m := newPool(t, 1)
 	full(t, p)

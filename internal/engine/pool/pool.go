@@ -1,14 +1,14 @@
-// Package pool keeps things ready that take long to make and little to hand out:
+// Package pool keeps things ready that take long to make and little time to hand out:
 // ready sandboxes, spares. It knows nothing else about them.
 //
 // # Types
 //
-// An [Item] is a thing that waits. It may end by itself meanwhile. A [Config] says
-// how many items wait, and has the functions that the pool calls: Make makes an item
-// that is going to wait, Claim gives an item that waited to a request, Now makes an
-// item for a request that finds none waiting. A [Pool] has a list of the items that
-// wait, oldest first, and one goroutine that makes them. [Stats] counts what became
-// of them.
+// An [Item] is a thing that waits. It may end by itself while it waits. A [Config]
+// says how many items wait, and has the functions that the pool calls: Make makes an
+// item that will wait, Claim hands a waiting item to a request, and Now makes an item
+// for a request when no item waits. A [Pool] has a list of the items that wait,
+// oldest first, and one goroutine that makes them. [Stats] counts the items by how
+// they left the pool.
 //
 // # Data flow
 //
@@ -26,10 +26,10 @@
 // An item belongs to the pool from the end of Make until Get or Take returns it, and
 // then to the caller. The pool closes the items that it does not hand out.
 //
-// Nobody waits for an item: a Get that finds none calls Now at once, in the
-// goroutine of its caller. So there is no queue here that would have to be fair.
-// Make and Now themselves bound how much is made at once. The pool calls none of the
-// functions under its lock.
+// No request waits for an item: if no item waits, Get calls Now at once, in the
+// goroutine of its caller. So the pool needs no fair queue. Make and Now themselves
+// bound how much is made at once. The pool never calls these functions under its
+// lock.
 package pool
 
 import (
@@ -41,28 +41,29 @@ import (
 
 // Item is a thing that waits.
 type Item interface {
-	// Done is closed when it has ended.
+	// Done is closed once the item has ended.
 	Done() <-chan struct{}
-	// Wait returns why it ended, once it has. That is never nil.
+	// Wait blocks until the item has ended, and returns the reason, which is never
+	// nil.
 	Wait() error
-	// Close ends it, or frees what is left of it.
+	// Close ends the item, or frees its remains if it has ended.
 	Close() error
 }
 
 // Config describes a pool of items of type T, for requests of type R. Only Get calls
-// Claim and Now: a pool whose items are all got by Take has neither.
+// Claim and Now. A pool whose items are all got by Take may leave both nil.
 type Config[T Item, R any] struct {
-	// What the items are called in errors.
+	// What is the name of the items in errors.
 	What string
-	// Count is how many of them wait.
+	// Count is how many items wait.
 	Count int
-	// Make makes an item that is going to wait. One goroutine calls it, with a
-	// context that ends with the pool.
+	// Make makes an item that will wait. One goroutine calls it, with a context that
+	// ends with the pool.
 	Make func(context.Context) (T, error)
-	// Claim gives an item that waited to a request. After an error the pool closes
-	// the item, and the request gets another one.
+	// Claim hands a waiting item to a request. After an error the pool closes the
+	// item, and the request gets another one.
 	Claim func(context.Context, T, R) error
-	// Now makes an item for a request that finds none waiting.
+	// Now makes an item for a request when no item waits.
 	Now func(context.Context, R) (T, error)
 }
 
@@ -75,9 +76,9 @@ type Pool[T Item, R any] struct {
 
 	mu      sync.Mutex // protects all following fields
 	count   int        // how many items are to wait
-	holds   int        // while there are any, none is made
+	holds   int        // while it is above zero, no item is made
 	waiting []*entry[T]
-	stats   Stats // without Waiting
+	stats   Stats // Waiting is not kept here
 	closed  bool
 	changed chan struct{} // closed and made anew with each change of the above
 }
@@ -85,8 +86,8 @@ type Pool[T Item, R any] struct {
 // entry is an item that waits.
 type entry[T Item] struct {
 	item  T
-	stale bool          // to be replaced when another one is there
-	left  chan struct{} // closed when the item does not wait any more
+	stale bool          // to be replaced once another item is ready
+	left  chan struct{} // closed when the item no longer waits
 }
 
 // New makes a pool and fills it in the background.
@@ -97,7 +98,7 @@ func New[T Item, R any](cfg Config[T, R]) *Pool[T, R] {
 	return p
 }
 
-// Close ends the items that wait, and the one that is being made. Those that were
+// Close ends the items that wait, and the item that is being made. Items that were
 // handed out are not touched.
 func (p *Pool[T, R]) Close() error {
 	p.cancel()
@@ -116,7 +117,7 @@ func (p *Pool[T, R]) Close() error {
 	return errors.Join(errs...)
 }
 
-// Get returns an item for a request: one that waited, or one that is made now.
+// Get returns an item for a request: one that has waited, or one that is made now.
 func (p *Pool[T, R]) Get(ctx context.Context, request R) (T, error) {
 	for {
 		item, ok := p.first()
@@ -124,7 +125,7 @@ func (p *Pool[T, R]) Get(ctx context.Context, request R) (T, error) {
 			break
 		}
 		err := p.cfg.Claim(ctx, item, request)
-		p.Refill() // not before: to make the next one would slow this one down
+		p.Refill() // only after the claim: making the next item would slow this one down
 		if err == nil {
 			p.record(func(s *Stats) { s.Taken++ })
 			return item, nil
@@ -140,8 +141,8 @@ func (p *Pool[T, R]) Get(ctx context.Context, request R) (T, error) {
 	return p.cfg.Now(ctx, request)
 }
 
-// Take removes an item if one waits. Whoever took one calls Refill when it is time to
-// make the next.
+// Take removes an item if one waits. The caller calls Refill when it is time to make
+// the next one.
 func (p *Pool[T, R]) Take() (item T, ok bool) {
 	item, ok = p.first()
 	if ok {
@@ -150,8 +151,8 @@ func (p *Pool[T, R]) Take() (item T, ok bool) {
 	return item, ok
 }
 
-// first removes the item that has waited longest, as it has settled the most. Stale
-// items come last.
+// first removes the item that has waited longest, since it has settled the most.
+// Stale items come last.
 func (p *Pool[T, R]) first() (item T, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -170,7 +171,7 @@ func (p *Pool[T, R]) first() (item T, ok bool) {
 	return first.item, true
 }
 
-// remove takes an item off the list if it is there; the lock must be held.
+// remove takes an item off the list if it is there. The caller holds p.mu.
 func (p *Pool[T, R]) remove(e *entry[T]) bool {
 	for i, other := range p.waiting {
 		if other == e {

@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// maker makes items and counts those that live.
+// maker makes items and counts the living ones.
 type maker struct {
 	alive, made atomic.Int32
 
@@ -24,8 +24,8 @@ type item struct {
 	from   *maker
 	done   chan struct{}
 	end    sync.Once
-	name   atomic.Pointer[string] // of the request that has it; nil while it waits
-	refuse atomic.Bool            // to be claimed
+	name   atomic.Pointer[string] // of the request that has the item; nil while it waits
+	refuse atomic.Bool            // whether the item refuses to be claimed
 }
 
 func (m *maker) make(context.Context) (*item, error) {
@@ -76,7 +76,7 @@ func newPool(t *testing.T, n int) (*Pool[*item, string], *maker) {
 	t.Helper()
 	m := &maker{}
 	p := New(Config[*item, string]{What: "items", Count: n, Make: m.make, Claim: m.claim, Now: m.now})
-	t.Cleanup(func() { _ = p.Close() }) // most tests do
+	t.Cleanup(func() { _ = p.Close() }) // most tests close it themselves
 	return p, m
 }
 
@@ -89,8 +89,8 @@ func full(t *testing.T, p *Pool[*item, string]) {
 	}
 }
 
-// TestTake: nobody gets what another has, what is taken is replaced when that is
-// asked for, and Close ends only what waits.
+// TestTake: no two callers get the same item. Taken items are replaced on request.
+// Close ends only the waiting items.
 func TestTake(t *testing.T) {
 	p, m := newPool(t, 3)
 	full(t, p)
@@ -114,7 +114,7 @@ func TestTake(t *testing.T) {
 	}
 }
 
-// TestLost: what ends while it waits is replaced, and counted.
+// TestLost: an item that ends while it waits is replaced, and counted.
 func TestLost(t *testing.T) {
 	p, m := newPool(t, 2)
 	full(t, p)
@@ -136,7 +136,7 @@ func TestLost(t *testing.T) {
 	}
 }
 
-// TestRenew: all that wait are replaced, and there is one to take at any time.
+// TestRenew: all waiting items are replaced, and an item can be taken at any time.
 func TestRenew(t *testing.T) {
 	p, m := newPool(t, 3)
 	full(t, p)
@@ -161,7 +161,7 @@ func TestRenew(t *testing.T) {
 	}
 }
 
-// TestTakeRatherFresh: a stale one is taken when there is no other.
+// TestTakeRatherFresh: a stale item is taken only if there is no fresh one.
 func TestTakeRatherFresh(t *testing.T) {
 	p, m := newPool(t, 2)
 	full(t, p)
@@ -203,7 +203,7 @@ func TestFailure(t *testing.T) {
 	full(t, p)
 }
 
-// TestCloseWhileMaking: what is made too late is ended.
+// TestCloseWhileMaking: an item that is completed after Close is closed.
 func TestCloseWhileMaking(t *testing.T) {
 	m := &maker{}
 	making, goOn := make(chan struct{}), make(chan struct{})
@@ -228,8 +228,8 @@ func TestCloseWhileMaking(t *testing.T) {
 	}
 }
 
-// TestResize: a pool grows and shrinks while it is used, and what is too many
-// ends.
+// TestResize: a pool grows and shrinks while it is used, and surplus items are
+// closed.
 func TestResize(t *testing.T) {
 	p, m := newPool(t, 1)
 	full(t, p)
@@ -256,7 +256,8 @@ func TestResize(t *testing.T) {
 	}
 }
 
-// TestResizeWhileMaking: an item that is made when it is not wanted any more ends.
+// TestResizeWhileMaking: an item that is completed after the count was lowered is
+// closed.
 func TestResizeWhileMaking(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := &maker{}
@@ -278,8 +279,7 @@ func TestResizeWhileMaking(t *testing.T) {
 	})
 }
 
-// TestHold: while it is held a pool makes nothing, and afterwards what is
-// missing.
+// TestHold: a held pool makes no items. Afterwards it makes the missing items.
 func TestHold(t *testing.T) {
 	p, m := newPool(t, 2)
 	full(t, p)
@@ -291,7 +291,7 @@ func TestHold(t *testing.T) {
 	if _, err := p.Get(t.Context(), "mine"); err != nil {
 		t.Fatal(err)
 	}
-	p.Hold()() // another one does not end the first
+	p.Hold()() // another Hold does not end the first
 	if st := p.Stats(); st.Waiting != 0 || st.Taken != 2 || m.made.Load() != 2 {
 		t.Errorf("%+v, %d were made", st, m.made.Load())
 	}

@@ -7,15 +7,15 @@ import (
 
 // Stats describes a pool.
 type Stats struct {
-	// Waiting is how many items are there now.
+	// Waiting is how many items wait now.
 	Waiting int
-	// Taken counts the items that waited and were handed out, MadeNow the requests
-	// that found none.
+	// Taken counts the waiting items that were handed out. MadeNow counts the
+	// requests for which no item waited.
 	Taken, MadeNow uint64
 	// Lost counts items that ended while they waited, or could not be claimed.
 	Lost uint64
-	// Failed counts failures of Make. LastError says why the last one failed or the
-	// last item was lost.
+	// Failed counts failures of Make. LastError is the reason of the last failure or
+	// the last loss.
 	Failed    uint64
 	LastError string
 }
@@ -33,7 +33,7 @@ func (p *Pool[T, R]) Stats() Stats {
 	return p.current()
 }
 
-// current describes the pool; the lock must be held.
+// current describes the pool. The caller holds p.mu.
 func (p *Pool[T, R]) current() Stats {
 	s := p.stats
 	s.Waiting = len(p.waiting)
@@ -48,13 +48,13 @@ func (p *Pool[T, R]) record(change func(*Stats)) {
 	p.notify()
 }
 
-// notify wakes those who wait for a change; the lock must be held.
+// notify wakes the goroutines that wait for a change. The caller holds p.mu.
 func (p *Pool[T, R]) notify() {
 	close(p.changed)
 	p.changed = make(chan struct{})
 }
 
-// WaitFull waits until all items are there, and none is stale.
+// WaitFull waits until all items wait and no item is stale.
 func (p *Pool[T, R]) WaitFull(ctx context.Context) error {
 	return p.WaitUntil(ctx, func(Stats) bool {
 		p.mu.Lock()
@@ -63,7 +63,7 @@ func (p *Pool[T, R]) WaitFull(ctx context.Context) error {
 	})
 }
 
-// WaitUntil waits until the pool is as it should be. It calls good without a lock.
+// WaitUntil waits until good returns true for the pool. It calls good without a lock.
 func (p *Pool[T, R]) WaitUntil(ctx context.Context, good func(Stats) bool) error {
 	for {
 		p.mu.Lock()

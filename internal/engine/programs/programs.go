@@ -1,12 +1,12 @@
-// Package programs keeps programs in a folder, by their digests, for as long as what
-// they have made needs them: nobody but the build that has written a checkpoint of
-// gVisor's reads it, and AgentRun may have been updated since.
+// Package programs keeps programs in a folder, by their digests, for as long as their
+// output is needed. Only the build that has written a checkpoint of gVisor's can read
+// it, and AgentRun may have been updated since.
 //
 //	NAME-DIGEST   a program, with the SHA-256 of its content
 //
-// Several processes may use one folder. Whoever runs a program holds a shared lock on its
-// file; whoever deletes one holds an exclusive lock while it finds out that nothing needs
-// the program.
+// Several processes may use one folder. A process that runs a program holds a shared
+// lock on its file. A process that deletes a program holds an exclusive lock while it
+// finds out that nothing needs the program.
 package programs
 
 import (
@@ -29,15 +29,18 @@ import (
 // ErrNotKept says that a program is not in the folder.
 var ErrNotKept = errors.New("the program is not kept")
 
-// ErrDamaged says that a file of the folder is not the program that its name promises.
+// ErrDamaged says that the content of a kept file does not match the digest in its
+// name.
 var ErrDamaged = errors.New("the kept program is damaged")
 
 const (
-	// maxSize bounds a program: more is not read, whoever says that it is one.
+	// maxSize bounds the size of a program. Larger files are not read.
 	maxSize = 1 << 30
-	// mode lets any user execute a program: some are started as users without a name.
+	// mode lets any user execute a program, because some programs run as users
+	// without a name.
 	mode = 0o555
-	// abandoned is how old a half-written file must be for its writer to be gone.
+	// abandoned is the age of a half-written file from which its writer counts as
+	// gone.
 	abandoned = time.Hour
 )
 
@@ -45,13 +48,14 @@ const (
 type Store struct {
 	dir, name string
 
-	keeping sync.Mutex // held by who stores a program
+	keeping sync.Mutex // held while a program is stored
 
 	mu   sync.Mutex // protects all following fields, and the users of each Program
 	open map[layer.Digest]*Program
 }
 
-// Open opens a folder for builds of one program, and makes it if it is missing.
+// Open opens a folder for builds of one program, and makes the folder if it is
+// missing.
 func Open(dir, name string) (*Store, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("open the folder of kept programs: %w", err)
@@ -59,17 +63,17 @@ func Open(dir, name string) (*Store, error) {
 	return &Store{dir: dir, name: name, open: map[layer.Digest]*Program{}}, nil
 }
 
-// Program is one that is in use: nobody deletes it before Release.
+// Program is a program in use. It is not deleted before Release.
 type Program struct {
 	Digest layer.Digest
 	Path   string
 
-	store *Store   // nil for one that is not in a store
+	store *Store   // nil for a program outside of any store
 	file  *os.File // holds the lock
 	users int
 }
 
-// Outside is a program that is in no store, and that nobody keeps.
+// Outside returns a program that is in no store and is not kept.
 func Outside(path string) (*Program, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -83,7 +87,7 @@ func Outside(path string) (*Program, error) {
 	return &Program{Digest: d, Path: path}, nil
 }
 
-// Again is the same program for another user, who releases it too.
+// Again returns the program with one more use, which is released separately.
 func (p *Program) Again() *Program {
 	if p != nil && p.store != nil {
 		p.store.mu.Lock()
@@ -93,7 +97,7 @@ func (p *Program) Again() *Program {
 	return p
 }
 
-// Release says that one user does not need the program any more; nil is fine.
+// Release ends one use of the program. A nil Program is allowed.
 func (p *Program) Release() {
 	if p == nil || p.store == nil {
 		return
@@ -102,23 +106,24 @@ func (p *Program) Release() {
 	defer p.store.mu.Unlock()
 	if p.users--; p.users == 0 {
 		delete(p.store.open, p.Digest)
-		_ = p.file.Close() // only read; the lock goes with it
+		_ = p.file.Close() // only read; closing it frees the lock
 	}
 }
 
-// path is where a program is. It begins with the name, which is what the processes are
-// called by.
+// path is the path of a program. The file name begins with the store's name, which
+// therefore appears as the name of its processes.
 func (s *Store) path(d layer.Digest) string {
 	return filepath.Join(s.dir, s.name+"-"+d.String())
 }
 
-// Has reports whether a program is kept. Its content is looked at when it is used.
+// Has reports whether a program is kept. Use verifies the content later.
 func (s *Store) Has(d layer.Digest) bool {
 	_, err := os.Lstat(s.path(d))
 	return err == nil
 }
 
-// Use finds a program and verifies its content, for which nobody else waits.
+// Use finds a program and verifies its content. Other calls do not wait for the
+// verification.
 func (s *Store) Use(d layer.Digest) (*Program, error) {
 	if p := s.again(d); p != nil {
 		return p, nil
@@ -138,7 +143,8 @@ func (s *Store) Use(d layer.Digest) (*Program, error) {
 	return p, nil
 }
 
-// again is another use of a program that is in use; nil if it is not.
+// again adds a use to a program that is already in use. It returns nil if the program
+// is not in use.
 func (s *Store) again(d layer.Digest) *Program {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -149,7 +155,7 @@ func (s *Store) again(d layer.Digest) *Program {
 	return p
 }
 
-// verify locks a program and looks at its content.
+// verify locks a program and verifies its content.
 func (s *Store) verify(d layer.Digest) (_ *Program, err error) {
 	f, err := os.OpenFile(s.path(d), os.O_RDONLY|unix.O_NOFOLLOW, 0)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -179,7 +185,7 @@ func (s *Store) verify(d layer.Digest) (_ *Program, err error) {
 	return &Program{Digest: d, Path: f.Name(), store: s, file: f, users: 1}, nil
 }
 
-// Keep puts a copy of a program into the folder, unless it is there, and uses it.
+// Keep copies a program into the folder, unless it is there already, and uses it.
 func (s *Store) Keep(path string) (*Program, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -193,8 +199,8 @@ func (s *Store) Keep(path string) (*Program, error) {
 	return s.keep(d, f)
 }
 
-// KeepAs is Keep for a file that is to have a digest, and may be anything: the program of
-// a process that somebody else has started.
+// KeepAs is Keep for a file that must have the digest d. The file is not trusted: it
+// may be the program of a process that another process has started.
 func (s *Store) KeepAs(d layer.Digest, path string) (*Program, error) {
 	if p, err := s.Use(d); !errors.Is(err, ErrNotKept) {
 		return p, err
@@ -210,7 +216,7 @@ func (s *Store) KeepAs(d layer.Digest, path string) (*Program, error) {
 	return s.keep(d, f)
 }
 
-// keep stores the content of a file that has a digest, and uses it.
+// keep stores the content of a file with the digest d, and uses it.
 func (s *Store) keep(d layer.Digest, f *os.File) (*Program, error) {
 	s.keeping.Lock()
 	defer s.keeping.Unlock()
@@ -219,7 +225,7 @@ func (s *Store) keep(d layer.Digest, f *os.File) (*Program, error) {
 		switch {
 		case errors.Is(err, ErrNotKept):
 			err = durable.Create(s.path(d), mode, func(to *os.File) error { return copyTo(to, f, d) })
-		case errors.Is(err, ErrDamaged): // and here is one that is not
+		case errors.Is(err, ErrDamaged): // f is a good copy
 			err = durable.Replace(s.path(d), mode, func(to *os.File) error { return copyTo(to, f, d) })
 		default:
 			return p, err
@@ -230,7 +236,7 @@ func (s *Store) keep(d layer.Digest, f *os.File) (*Program, error) {
 	}
 }
 
-// copyTo copies a file that must still be what it was.
+// copyTo copies a file and verifies that its content still has the digest.
 func copyTo(to, from *os.File, d layer.Digest) error {
 	h := sha256.New()
 	if _, err := io.Copy(io.MultiWriter(to, h), wholeOf(from)); err != nil {
@@ -242,17 +248,18 @@ func copyTo(to, from *os.File, d layer.Digest) error {
 	return nil
 }
 
-// Collect deletes the programs that nobody uses and that needed does not name. needed is
-// called when nobody can begin to use one of those that may be deleted.
+// Collect deletes the programs that are not in use and that needed does not name.
+// Collect calls needed while no process can begin to use any program that may be
+// deleted.
 func (s *Store) Collect(needed func() (map[layer.Digest]bool, error)) (err error) {
 	entries, err := os.ReadDir(s.dir)
 	if err != nil {
 		return fmt.Errorf("collect kept programs: %w", err)
 	}
-	idle := map[layer.Digest]*os.File{} // locked
+	idle := map[layer.Digest]*os.File{} // idle programs, each locked
 	defer func() {
 		for _, f := range idle {
-			_ = f.Close() // only read; the lock goes with it
+			_ = f.Close() // only read; closing it frees the lock
 		}
 	}()
 	for _, e := range entries {
@@ -265,7 +272,7 @@ func (s *Store) Collect(needed func() (map[layer.Digest]bool, error)) (err error
 		}
 		f, openErr := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW, 0)
 		if openErr != nil {
-			if !errors.Is(openErr, fs.ErrNotExist) { // another process collects, too
+			if !errors.Is(openErr, fs.ErrNotExist) { // another process is collecting, too
 				err = errors.Join(err, openErr)
 			}
 			continue
@@ -294,10 +301,10 @@ func (s *Store) Collect(needed func() (map[layer.Digest]bool, error)) (err error
 	return nil
 }
 
-// removeAbandoned removes a file that was being written when its writer was killed.
+// removeAbandoned removes a file whose writer was killed while it wrote.
 func removeAbandoned(e fs.DirEntry, path string) error {
 	if !strings.HasPrefix(e.Name(), durable.TempPrefix) {
-		return nil // somebody else's
+		return nil // not a file of this package
 	}
 	info, err := e.Info()
 	switch {
@@ -324,7 +331,7 @@ func linked(f *os.File) bool {
 	return err == nil && os.SameFile(have, named)
 }
 
-// lock waits for a lock, unless how has LOCK_NB.
+// lock takes a lock. It waits for the lock unless how has LOCK_NB.
 func lock(f *os.File, how int) error {
 	for {
 		if err := unix.Flock(int(f.Fd()), how); !errors.Is(err, unix.EINTR) {
@@ -348,5 +355,5 @@ func digestOf(f *os.File) (layer.Digest, error) {
 	return layer.Digest(h.Sum(nil)), nil
 }
 
-// wholeOf reads a file from its beginning, wherever others are in it.
+// wholeOf reads a file from its beginning, and leaves the file's offset alone.
 func wholeOf(f *os.File) io.Reader { return io.NewSectionReader(f, 0, maxSize) }

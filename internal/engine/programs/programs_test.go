@@ -18,7 +18,7 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-// program writes a script that says something, as an AgentRun installs it.
+// program writes a script that prints says, in place of an installed program.
 func program(t *testing.T, says string) (path string, d layer.Digest) {
 	t.Helper()
 	path = filepath.Join(t.TempDir(), "helper")
@@ -51,7 +51,7 @@ func names(t *testing.T, s *Store) (list []string) {
 	return list
 }
 
-// needs is a set for Collect.
+// needs returns a set for Collect.
 func needs(list ...layer.Digest) func() (map[layer.Digest]bool, error) {
 	return func() (map[layer.Digest]bool, error) {
 		set := map[layer.Digest]bool{}
@@ -62,8 +62,8 @@ func needs(list ...layer.Digest) func() (map[layer.Digest]bool, error) {
 	}
 }
 
-// TestKeep: what is kept runs when the installed program is another one, for any user, and
-// under its name.
+// TestKeep: a kept program runs although another one is installed now, for any user,
+// and under its own name.
 func TestKeep(t *testing.T) {
 	path, d := program(t, "old")
 	s := open(t, filepath.Join(t.TempDir(), "helpers"))
@@ -99,8 +99,8 @@ func TestKeep(t *testing.T) {
 	}
 }
 
-// TestDamaged: a file is not used that is not what its name says; whoever has the program
-// mends it.
+// TestDamaged: a file whose content does not match its name is not used. Keeping the
+// program again repairs the file.
 func TestDamaged(t *testing.T) {
 	path, d := program(t, "old")
 	dir := t.TempDir()
@@ -140,7 +140,7 @@ func TestDamaged(t *testing.T) {
 	}
 }
 
-// TestKeepAs: a file is kept for a digest only if that is its own.
+// TestKeepAs: a file is kept under a digest only if it has that digest.
 func TestKeepAs(t *testing.T) {
 	path, d := program(t, "old")
 	s := open(t, t.TempDir())
@@ -159,13 +159,13 @@ func TestKeepAs(t *testing.T) {
 	if err != nil || p.Digest != d {
 		t.Fatal(err)
 	}
-	if _, err := s.KeepAs(d, "/nothing"); err != nil { // it is there
+	if _, err := s.KeepAs(d, "/nothing"); err != nil { // the program is kept already
 		t.Error(err)
 	}
 }
 
-// TestCollect: what is needed or in use stays, whoever uses it; the rest goes, and with it
-// what killed writers have left.
+// TestCollect: programs that are needed or in use stay, whoever uses them. All other
+// programs are deleted, with the remains of writers that were killed.
 func TestCollect(t *testing.T) {
 	s := open(t, t.TempDir())
 	needed, _ := program(t, "needed")
@@ -180,7 +180,7 @@ func TestCollect(t *testing.T) {
 		}
 		kept = append(kept, p)
 	}
-	other := open(t, s.dir) // as another process's
+	other := open(t, s.dir) // as in another process
 	theirUse, err := other.Use(kept[2].Digest)
 	if err != nil {
 		t.Fatal(err)
@@ -218,8 +218,8 @@ func TestCollect(t *testing.T) {
 	}
 }
 
-// TestCollectAndUse: whoever begins to use a program while somebody finds out whether it is
-// needed waits for that.
+// TestCollectAndUse: a process that begins to use a program while another finds out
+// whether it is needed waits for that.
 func TestCollectAndUse(t *testing.T) {
 	for _, stays := range []bool{true, false} {
 		s := open(t, t.TempDir())
@@ -242,7 +242,7 @@ func TestCollectAndUse(t *testing.T) {
 					t.Errorf("it was used meanwhile: %v", err)
 					used <- err
 					return nil, nil
-				case <-time.After(time.Millisecond): // the kernel tells nobody who waits
+				case <-time.After(time.Millisecond): // the kernel has no event for waiters of a lock
 				}
 			}
 			return map[layer.Digest]bool{d: stays}, nil
@@ -256,7 +256,8 @@ func TestCollectAndUse(t *testing.T) {
 	}
 }
 
-// TestUseWaitsForNobodyElse: while one program is waited for, or verified, others are used.
+// TestUseWaitsForNobodyElse: while one program is locked or being verified, other
+// programs can be used.
 func TestUseWaitsForNobodyElse(t *testing.T) {
 	dir := t.TempDir()
 	s := open(t, dir)
@@ -284,7 +285,7 @@ func TestUseWaitsForNobodyElse(t *testing.T) {
 		used <- err
 	}()
 	for !waitedFor(t, path) {
-		time.Sleep(time.Millisecond) // the kernel tells nobody who waits
+		time.Sleep(time.Millisecond) // the kernel has no event for waiters of a lock
 	}
 	others := make(chan error, 1)
 	go func() {
@@ -309,7 +310,7 @@ func TestUseWaitsForNobodyElse(t *testing.T) {
 	}
 }
 
-// waitedFor reports whether somebody waits for the lock of a file.
+// waitedFor reports whether a process waits for the lock of a file.
 func waitedFor(t *testing.T, path string) bool {
 	t.Helper()
 	info, err := os.Stat(path)
@@ -329,7 +330,7 @@ func waitedFor(t *testing.T, path string) bool {
 	return false
 }
 
-// TestTogether: programs are kept, used and collected at once, by several processes.
+// TestTogether: several processes keep, use and collect programs at once.
 func TestTogether(t *testing.T) {
 	dir := t.TempDir()
 	var paths []string

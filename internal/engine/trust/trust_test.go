@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestPatience: how long a process may take follows from what it has to copy, and has an
-// end.
+// TestPatience: the time that a process may take grows with the bytes that it has to
+// copy, up to a maximum.
 func TestPatience(t *testing.T) {
 	for bytes, want := range map[uint64]time.Duration{
 		0:                 answerTime,
@@ -44,8 +44,9 @@ func pair(t *testing.T) (ours, theirs *vmmctl.Conn) {
 	return ours, theirs
 }
 
-// TestStop: a process is told to stop and waited for, whatever it sends meanwhile; files
-// are closed. One that does not go is left when the context ends.
+// TestStop: Stop tells a process to stop and waits for it, whatever the process sends
+// meanwhile. Files that it sends are closed. The wait ends with ctx if the process
+// does not go.
 func TestStop(t *testing.T) {
 	stop := &vmmctl.Simple{Kind: vmmctl.KindStop, ID: 1}
 	ours, theirs := pair(t)
@@ -81,8 +82,8 @@ func TestStop(t *testing.T) {
 	}
 }
 
-// TestSeal: a file that somebody can still write to is refused; what was sealed does not
-// change any more.
+// TestSeal: a file that a process can still write to is refused. A sealed file does
+// not change any more.
 func TestSeal(t *testing.T) {
 	fd, err := unix.MemfdCreate("captured", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {

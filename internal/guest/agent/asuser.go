@@ -10,17 +10,16 @@ import (
 
 // do runs fn with the filesystem rights of id. For root that is a plain call.
 //
-// For anyone else fn runs on an OS thread of its own whose filesystem uid, gid
-// and supplementary groups are those of id (setfsuid(2): leaving fsuid 0 also
-// takes CAP_DAC_OVERRIDE, CAP_CHOWN, CAP_FOWNER and their like out of the
-// thread's effective set). The calls are raw: the Go wrappers change every
-// thread of the process. The runtime never clones a new thread from a locked
-// one, so the rights do not leak. A thread whose rights could not be given back
-// stays locked when its goroutine returns, which makes the runtime end it.
+// For any other user, fn runs on an OS thread of its own whose filesystem uid, gid
+// and supplementary groups are those of id (setfsuid(2): leaving fsuid 0 also takes
+// CAP_DAC_OVERRIDE, CAP_CHOWN, CAP_FOWNER and their like out of the thread's
+// effective set). The calls are raw: the Go wrappers change every thread of the
+// process. The runtime never clones a new thread from a locked one, so the rights do
+// not leak. A thread whose rights could not be given back stays locked when its
+// goroutine returns, which makes the runtime end it.
 //
-// fn must do its work with system calls on the calling goroutine. Rights are
-// checked when a file is opened, so the descriptor may be used afterwards from
-// anywhere.
+// fn must do its work with system calls on the calling goroutine. Rights are checked
+// when a file is opened, so the descriptor may be used afterwards from anywhere.
 func (id *Identity) do(fn func() error) error {
 	if id.root() {
 		return fn()

@@ -11,8 +11,8 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// TestSetClock: the clock is set, and nothing else is: neither the identity nor
-// the generation changes.
+// TestSetClock: only the clock is set. Neither the identity nor the generation
+// changes.
 func TestSetClock(t *testing.T) {
 	r, k := newTestRenewer(t)
 	if err := r.SetClock(t.Context(), forkNow); err != nil {
@@ -38,7 +38,7 @@ func TestSetClock(t *testing.T) {
 	if err := r.SetClock(ctx, forkNow); !errors.Is(err, context.Canceled) {
 		t.Errorf("a host that has gone: %v", err)
 	}
-	// The host's own clock is looked at.
+	// The host's own clock is only checked.
 	r.hosts = true
 	if err := r.SetClock(t.Context(), time.Now()); err != nil {
 		t.Error(err)
@@ -48,8 +48,8 @@ func TestSetClock(t *testing.T) {
 	}
 }
 
-// TestSetClockOverRPC: the agent says that it can, and does; one that is not
-// PID 1 sets nothing.
+// TestSetClockOverRPC: the agent reports that it can set the clock, and does. An
+// agent that is not PID 1 sets nothing.
 func TestSetClockOverRPC(t *testing.T) {
 	r, k := newTestRenewer(t)
 	c, _ := dialServer(t, serve(t, &Server{Renewer: r}))

@@ -8,8 +8,8 @@ import (
 // maxCmdline is COMMAND_LINE_SIZE of the largest architecture (arm64, x86: 2048).
 const maxCmdline = 4096
 
-// BootConfig is what the kernel command line says about the sandbox. Every key
-// begins with "agentrun."; all others belong to the kernel and are skipped.
+// BootConfig holds the sandbox's settings from the kernel command line. Their keys
+// begin with "agentrun.". All other keys belong to the kernel and are skipped.
 type BootConfig struct {
 	Root       string            // agentrun.root=/dev/vda; "" stays in the initramfs
 	RootFSType string            // agentrun.rootfstype=erofs, the default
@@ -26,21 +26,21 @@ const (
 	OverlayNone  = "none"
 )
 
-// NetConfig is the addresses of eth0.
+// NetConfig holds the addresses of eth0.
 type NetConfig struct {
 	Addr     [4]byte
 	Prefix   int
 	Gateway  [4]byte  // zero: no default route
-	Addr6    [16]byte // zero: no address of IPv6
+	Addr6    [16]byte // zero: no IPv6 address
 	Prefix6  int
 	Gateway6 [16]byte // zero: no default route
 	DNS      []string // addresses of either kind
 }
 
-// ParseCmdline reads the kernel command line. It is strict: an unknown
-// agentrun key that is not among extra, a key given twice and a value that is
-// not what it should be are errors, because a sandbox that boots without what
-// was asked for is worse than one that does not boot.
+// ParseCmdline reads the kernel command line. It is strict: an unknown agentrun key
+// that is not among extra, a key given twice and an invalid value are errors. A
+// sandbox that boots without a requested setting is worse than one that does not
+// boot.
 func ParseCmdline(line string, extra ...string) (BootConfig, error) {
 	cfg := BootConfig{RootFSType: "erofs", Overlay: OverlayTmpfs}
 	if len(line) > maxCmdline {
@@ -54,7 +54,7 @@ func ParseCmdline(line string, extra ...string) (BootConfig, error) {
 			return cfg, err
 		}
 		if word == "--" {
-			break // what follows is for init's argument list
+			break // the rest is init's argument list
 		}
 		key, value, _ := strings.Cut(word, "=")
 		if !strings.HasPrefix(key, "agentrun.") {
@@ -152,8 +152,8 @@ func validFlags(s string) bool {
 	return s != "" && len(s) <= 512 && only(s, isAlnum, "._-:=,/+%")
 }
 
-// ValidHostname accepts one label of RFC 1123 or several with dots, 63 bytes in
-// all: the kernel takes 64, and many programs less.
+// ValidHostname accepts one label of RFC 1123, or several with dots, 63 bytes in all.
+// The kernel takes 64 bytes, and many programs take fewer.
 func ValidHostname(s string) bool {
 	if len(s) > 63 {
 		return false
@@ -202,7 +202,8 @@ func parseNet(s string) (*NetConfig, bool) {
 	return &n, true
 }
 
-// set takes one of the settings that follow the address. All but dns come once.
+// set sets one of the settings that follow the address. Only dns may come more than
+// once.
 func (n *NetConfig) set(key, value string) (ok bool) {
 	switch {
 	case key == "gw" && n.Gateway == [4]byte{}:
@@ -221,15 +222,15 @@ func (n *NetConfig) set(key, value string) (ok bool) {
 	return ok
 }
 
-// cutPrefix splits an address with the length of its network's prefix.
+// cutPrefix splits an address and the length of its network's prefix.
 func cutPrefix(s string, most uint64) (addr string, bits int, ok bool) {
 	addr, prefix, _ := strings.Cut(s, "/")
 	n, err := strconv.ParseUint(prefix, 10, 8)
 	return addr, int(n), err == nil && n >= 1 && n <= most && len(prefix) <= 3
 }
 
-// parseIPv4 is here because net/netip starts goroutines of its own. 0.0.0.0 is
-// no address of anybody.
+// parseIPv4 exists because net/netip starts goroutines of its own. 0.0.0.0 is not a
+// valid address here.
 func parseIPv4(s string) (ip [4]byte, ok bool) {
 	for i := range 4 {
 		part, rest, more := strings.Cut(s, ".")

@@ -14,26 +14,26 @@ import (
 
 const (
 	maxCodeContexts = 16
-	maxQueued       = 64 // executions of a context whose turn has not come
-	keepExecutions  = 64 // that have ended
+	maxQueued       = 64 // executions that wait in one context
+	keepExecutions  = 64 // executions remembered after their end
 	keepCodeBytes   = 16 << 20
 	defaultContext  = "default"
 )
 
 // Interpreters runs code in interpreters that stay. The zero value, with its first
-// two fields set, is ready for use and costs nothing until it is used.
+// two fields set, is ready for use and costs nothing until then.
 type Interpreters struct {
 	Processes  *Processes
 	Generation func() uint64 // of the guest; nil: always 0
 
-	mu         sync.Mutex // protects all following fields, and those of contexts
+	mu         sync.Mutex // protects all following fields, and those of each codeContext
 	contexts   map[string]*codeContext
 	executions map[string]*execution
 	ended      []*execution // oldest first
 	lastID     uint64
 }
 
-// codeContext is one interpreter, and those that came before it.
+// codeContext is a context: its current interpreter, and its queue of executions.
 type codeContext struct {
 	id      string
 	lang    interpreter.Language
@@ -41,18 +41,18 @@ type codeContext struct {
 	workdir string
 	env     []string
 
-	// Protected by Interpreters.mu.
+	// Interpreters.mu protects all following fields.
 	interpreter *interpreterProcess // may have ended; nil: never started
 	running     *execution
 	queue       []*execution
-	working     bool   // a goroutine works the queue off
-	begun       bool   // running was taken up by the interpreter, which may be interrupted
-	wanted      bool   // an interrupt is to be sent once it is
-	ending      string // why the interpreter is being ended; empty: it is not
+	working     bool   // a goroutine is running the queue
+	begun       bool   // the interpreter has begun with running, and may be interrupted
+	wanted      bool   // an interrupt is to be sent once begun is true
+	ending      string // why the interpreter is being ended; empty if it is not
 	closed      bool
 }
 
-// execution is one source. Its outputs and its end are the agent's.
+// execution is one run of a source. The agent owns its outputs and its end.
 type execution struct {
 	id      string
 	context *codeContext
@@ -60,7 +60,7 @@ type execution struct {
 	source  string
 	env     []string
 	timeout time.Duration
-	warm    bool // only starts the interpreter
+	warm    bool // it only starts the interpreter
 
 	stdout *Output
 	stderr *Output
@@ -68,10 +68,10 @@ type execution struct {
 
 	done   chan struct{}
 	status guestrpc.CodeStatus // set before done is closed, as is err
-	err    error               // it could not be run
+	err    error               // why it could not be run
 }
 
-// codeReaders are one reader on each output of an execution.
+// codeReaders holds one reader on each output of an execution.
 type codeReaders struct {
 	stdout, stderr *Reader
 	events         *eventReader
@@ -112,7 +112,7 @@ func (e *execution) attach(stdoutFrom, stderrFrom, event int64) (r codeReaders, 
 	return r, err
 }
 
-// size is what the agent keeps of it.
+// size is how many bytes the agent keeps of the execution.
 func (e *execution) size() int { return e.stdout.size() + e.stderr.size() + e.events.bytes() }
 
 func (o *Output) size() int {
@@ -125,8 +125,8 @@ func validCodeID(id string) bool {
 	return len(id) <= maxID && !strings.ContainsFunc(id, func(r rune) bool { return r < ' ' || r == 0x7f })
 }
 
-// start queues an execution, with a reader on each output since before the
-// first byte.
+// start queues an execution. It returns readers that were attached to each output
+// before the first byte.
 func (ks *Interpreters) start(req *guestrpc.CodeRunRequest) (*execution, codeReaders, error) {
 	var none codeReaders
 	const op = "run code"
@@ -157,8 +157,8 @@ func (ks *Interpreters) start(req *guestrpc.CodeRunRequest) (*execution, codeRea
 	return e, r, nil
 }
 
-// contextFor finds the context of a request; the default one of a language
-// comes into being here.
+// contextFor finds the context of a request. It makes the default context of a
+// language on first use.
 func (ks *Interpreters) contextFor(req *guestrpc.CodeRunRequest) (*codeContext, error) {
 	id := req.Context
 	if id == "" {
@@ -228,7 +228,8 @@ func (ks *Interpreters) newContext(req *guestrpc.CodeCreateRequest) (*codeContex
 	return c, nil
 }
 
-// enqueue gives an execution its place. The caller holds the mutex.
+// enqueue puts an execution into the queue of its context. The caller holds the
+// mutex.
 func (ks *Interpreters) enqueue(c *codeContext, e *execution) error {
 	if len(c.queue) >= maxQueued {
 		return fail(ErrTooMany, "run code in context", c.id, "64 executions wait for their turn, which is the limit")
@@ -341,7 +342,7 @@ func (ks *Interpreters) find(id string) (*codeContext, error) {
 	return nil, fail(ErrNotFound, "find context", id, "it does not exist")
 }
 
-// interrupt does what Ctrl-C would.
+// interrupt interrupts an execution as Ctrl-C would.
 func (ks *Interpreters) interrupt(context, id string) error {
 	ks.mu.Lock()
 	defer ks.mu.Unlock()
@@ -371,8 +372,8 @@ func (ks *Interpreters) interrupt(context, id string) error {
 	return c.interrupt()
 }
 
-// interrupt signals the interpreter, or has it signalled once it has begun. The
-// caller holds the mutex.
+// interrupt signals the interpreter now, or once it has begun. The caller holds the
+// mutex.
 func (c *codeContext) interrupt() error {
 	if !c.begun {
 		c.wanted = true
@@ -381,7 +382,7 @@ func (c *codeContext) interrupt() error {
 	return c.interpreter.proc.Signal(syscall.SIGINT, ScopeGroup)
 }
 
-// restart ends the interpreter of a context; the next execution starts another.
+// restart ends the interpreter of a context. The next execution starts another one.
 func (ks *Interpreters) restart(id string) error {
 	ks.mu.Lock()
 	c, err := ks.find(id)
@@ -398,7 +399,7 @@ func (ks *Interpreters) restart(id string) error {
 	return nil
 }
 
-// close ends a context; executions whose turn has not come are cancelled.
+// close ends a context. Executions that still wait are cancelled.
 func (ks *Interpreters) close(id string) error {
 	ks.mu.Lock()
 	c, err := ks.find(id)
@@ -454,7 +455,7 @@ func (ks *Interpreters) finish(e *execution) {
 	}
 }
 
-// release forgets an execution that has ended.
+// release removes an execution that has ended.
 func (ks *Interpreters) release(id string) error {
 	ks.mu.Lock()
 	defer ks.mu.Unlock()
@@ -472,13 +473,13 @@ func (ks *Interpreters) release(id string) error {
 }
 
 // renewed tells interpreters in the middle of an execution that they are in a fork.
-// The others learn it when they are used next.
+// Others learn it before their next execution.
 func (ks *Interpreters) renewed() {
 	ks.mu.Lock()
 	defer ks.mu.Unlock()
 	for _, c := range ks.contexts {
 		if c.running != nil && c.begun {
-			_ = c.interpreter.proc.Signal(syscall.SIGURG, ScopeProcess) // ErrEnded: it needs it no more
+			_ = c.interpreter.proc.Signal(syscall.SIGURG, ScopeProcess) // ErrEnded: it has ended
 		}
 	}
 }

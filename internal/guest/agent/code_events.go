@@ -10,22 +10,22 @@ import (
 const (
 	// maxEventLog bounds the events that are kept of one execution.
 	maxEventLog = 8 << 20
-	// eventOverhead is what an event costs beside its data.
+	// eventOverhead is the cost of an event beside its data.
 	eventOverhead = 128
 )
 
-// eventLog is what an execution tells beside its output: to events what Output
-// is to bytes. While a reader is attached nothing is lost and the interpreter waits;
-// otherwise the oldest events make room.
+// eventLog keeps the events of an execution, as Output keeps bytes. While a reader is
+// attached nothing is lost, and the interpreter waits. Otherwise new events displace
+// the oldest.
 type eventLog struct {
-	room chan struct{} // cap 1: a reader made room
+	room chan struct{} // cap 1: a reader has made room
 
 	mu       sync.Mutex // protects all following fields
 	kept     []guestrpc.CodeEvent
 	first    uint64 // sequence number of kept[0]
-	size     int    // of those kept
+	size     int    // of the kept events
 	consumed uint64 // one more than the highest number that any reader has read
-	dropped  uint64 // gone before anybody read them
+	dropped  uint64 // events displaced before any reader read them
 	ended    bool
 	readers  []*eventReader
 }
@@ -34,8 +34,8 @@ func newEventLog() *eventLog { return &eventLog{room: make(chan struct{}, 1)} }
 
 func eventSize(e *guestrpc.CodeEvent) int { return len(e.Data) + eventOverhead }
 
-// add appends an event and gives it its number. It waits for readers until stop
-// closes, and makes room at their expense then.
+// add appends an event and gives it its number. It waits for slow readers until stop
+// closes. Then it displaces events that they have not read.
 func (l *eventLog) add(stop <-chan struct{}, e guestrpc.CodeEvent) {
 	patient := true
 	for !l.tryAdd(e, patient) {
@@ -51,7 +51,7 @@ func (l *eventLog) tryAdd(e guestrpc.CodeEvent, patient bool) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.ended {
-		return true // its interpreter is dead, and it has been told to be over
+		return true // its interpreter is dead, and its end was announced
 	}
 	for l.size+eventSize(&e) > maxEventLog && len(l.kept) > 0 {
 		if patient && l.slowestLocked() <= l.first {
@@ -72,8 +72,8 @@ func (l *eventLog) tryAdd(e guestrpc.CodeEvent, patient bool) bool {
 	return true
 }
 
-// slowestLocked is the number that the slowest reader reads next; behind all if
-// nobody is attached.
+// slowestLocked is the number that the slowest reader reads next. Without a reader it
+// is the number of the next event.
 func (l *eventLog) slowestLocked() uint64 {
 	slowest := l.first + uint64(len(l.kept))
 	for _, r := range l.readers {
@@ -96,7 +96,7 @@ func (l *eventLog) end() {
 	wake(l.room)
 }
 
-// total counts the events, and those of them that nobody has read.
+// total counts all events, and those that were lost unread.
 func (l *eventLog) total() guestrpc.OutputTotal {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -109,7 +109,7 @@ func (l *eventLog) bytes() int {
 	return l.size
 }
 
-// attach starts reading at number from, or behind the newest with FromEnd.
+// attach starts reading at number from, or after the newest event with FromEnd.
 func (l *eventLog) attach(from int64) (*eventReader, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -138,7 +138,7 @@ type eventReader struct {
 	next  uint64        // protected by log.mu
 }
 
-// read waits for the next event; io.EOF says that there is none.
+// read waits for the next event. io.EOF says that no more events will come.
 func (r *eventReader) read(stop <-chan struct{}) (guestrpc.CodeEvent, error) {
 	for {
 		e, err := r.try()
@@ -157,7 +157,7 @@ func (r *eventReader) try() (guestrpc.CodeEvent, error) {
 	l := r.log
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	r.next = max(r.next, l.first) // the oldest made room after the interpreter's end
+	r.next = max(r.next, l.first) // the oldest events were displaced after the interpreter's end
 	if at := r.next - l.first; at < uint64(len(l.kept)) {
 		r.next++
 		l.consumed = max(l.consumed, r.next)

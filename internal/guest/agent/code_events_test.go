@@ -29,7 +29,8 @@ func TestEventLogWaitsForReaders(t *testing.T) {
 	if got := l.total(); got != (guestrpc.OutputTotal{Bytes: 4}) {
 		t.Errorf("%+v", got)
 	}
-	// A reader that leaves holds nobody up, nor does one once the interpreter is dead.
+	// A reader that leaves blocks nothing, nor does a reader after the interpreter's
+	// death.
 	added = make(chan struct{})
 	go func() { l.add(nil, big); close(added) }()
 	r.close()
@@ -44,7 +45,7 @@ func TestEventLogWaitsForReaders(t *testing.T) {
 		t.Errorf("%+v", got)
 	}
 	l.end()
-	l.add(nil, big) // is too late, and does not wait
+	l.add(nil, big) // it comes too late, and does not wait
 	for want := uint64(3); want < 6; want++ {
 		if e, err := r.read(nil); err != nil || e.Seq != want {
 			t.Errorf("%d, %v, want %d", e.Seq, err, want)

@@ -21,7 +21,7 @@ func listener() *interpreterProcess {
 	return k
 }
 
-// unheard takes requests that nobody reads.
+// unheard takes requests that are never read.
 var unheard = sync.OnceValue(func() *input {
 	f, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0)
 	if err != nil {

@@ -16,8 +16,8 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// TestCodeHostile: whatever a cell does to its interpreter, the agent tells how
-// the execution ended, and the next one runs.
+// TestCodeHostile: whatever a cell does to its interpreter, the agent reports how the
+// execution ended, and the next one runs.
 func TestCodeHostile(t *testing.T) {
 	c := startClient(t)
 	const big = 100 << 20
@@ -78,7 +78,7 @@ func TestCodeHostile(t *testing.T) {
 				f := o.failure(t)
 				t.Errorf("%+v, error %s: %.2000s, stdout %.200q, stderr %.200q", o.CodeStatus, f.Name, f.Traceback, o.stdout, o.stderr)
 			}
-			// An interpreter that has gone mad is the user's to restart.
+			// The user has to restart an interpreter that the cell has broken.
 			if o := runCode(t, c, guestrpc.CodeRunRequest{Source: "import os\nos.write(1, b'out')\n1 + 1", Timeout: timeout}); o.State != guestrpc.CodeOK || o.stdout != "out" {
 				if err := c.RestartContext(rpcContext(t), "default"); err != nil {
 					t.Fatal(err)
@@ -92,8 +92,8 @@ func TestCodeHostile(t *testing.T) {
 	}
 }
 
-// TestCodeFloodsAreBounded: an interpreter that floods every output while nobody
-// reads does not grow the agent.
+// TestCodeFloodsAreBounded: an interpreter that floods every output while no reader
+// is attached does not make the agent grow.
 func TestCodeFloodsAreBounded(t *testing.T) {
 	c := startClient(t)
 	x, err := c.StartCode(rpcContext(t), guestrpc.CodeRunRequest{Source: `import os
@@ -103,8 +103,8 @@ print('end')`, ID: "flood"})
 	if err != nil {
 		t.Fatal(err)
 	}
-	x.Close() // with nobody attached it goes on
-	// The next execution in line comes when it has ended.
+	x.Close() // without a reader it goes on
+	// The next execution starts once the flood has ended.
 	wantOK(t, python(t, c, "1"))
 	x, err = c.AttachCode(rpcContext(t), guestrpc.CodeAttachRequest{ID: "flood"})
 	if err != nil {
@@ -172,14 +172,14 @@ func TestCodeAttachAgain(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(gate, nil, 0); err != nil { // opens it, which lets the cell go on
+	if err := os.WriteFile(gate, nil, 0); err != nil { // opening it lets the cell go on
 		t.Fatal(err)
 	}
 	o := collect(t, y)
 	if wantOK(t, o); o.stdout != "second\n" || len(o.events) != 2 || o.events[0].Seq != 2 || o.result(t) != "3" {
 		t.Errorf("%+v", o)
 	}
-	// From the start it is all there, also when it has ended.
+	// A reader from the start gets everything, even after the end.
 	y, err = c2.AttachCode(rpcContext(t), guestrpc.CodeAttachRequest{ID: "mine"})
 	if err != nil {
 		t.Fatal(err)
@@ -229,7 +229,7 @@ func TestCodeQueue(t *testing.T) {
 	if err := c.ReleaseCode(rpcContext(t), rest[0].ID()); code(err) != guestrpc.CodeFailedPrecondition {
 		t.Errorf("released one that waits: %v", err)
 	}
-	// One whose turn has not come is cancelled by an interrupt.
+	// An interrupt cancels an execution that still waits.
 	if err := c.InterruptCode(rpcContext(t), guestrpc.CodeInterruptRequest{ID: rest[3].ID()}); err != nil {
 		t.Fatal(err)
 	}
@@ -274,7 +274,8 @@ func TestCodeContexts(t *testing.T) {
 	if o := in("a", "'x' in globals()"); o.result(t) != "False" || !o.Fresh || !strings.Contains(o.FreshReason, "restarted on request") {
 		t.Errorf("%+v", o.CodeStatus)
 	}
-	// A running execution ends with its interpreter, those behind it have a new one.
+	// A running execution ends with its interpreter, and the waiting ones get a new
+	// one.
 	x, err := c.StartCode(ctx, guestrpc.CodeRunRequest{Context: "a", Source: "print('go')\nwhile True: pass"})
 	if err != nil {
 		t.Fatal(err)
@@ -352,7 +353,7 @@ func TestCodeForgetsTheOldest(t *testing.T) {
 	if _, err := c.AttachCode(rpcContext(t), guestrpc.CodeAttachRequest{ID: first.id}); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("%v", err)
 	}
-	// A few large ones count as much as many small ones.
+	// A few large results count as much as many small ones.
 	second := python(t, c, "2")
 	for range 4 {
 		python(t, c, "for i in range(20): display('z' * 500_000)")

@@ -29,9 +29,9 @@ const (
 	frameDone  = 4
 	frameNote  = 5
 
-	// maxInterpreterFrame is a type, the kind of an event, and its data.
+	// maxInterpreterFrame has room for a type, the kind of an event, and its data.
 	maxInterpreterFrame = 2 + guestrpc.MaxCodeEvent
-	// maxDying bounds what is read of an interpreter's last words.
+	// maxDying bounds how much is read from an interpreter after its end.
 	maxDying = 1 << 20
 )
 
@@ -43,32 +43,32 @@ type interpreterProcess struct {
 	events     *controlPipe
 	stdout     *interpreterStream
 	stderr     *interpreterStream
-	env        []string // that it has, as far as the agent has set it
-	envSet     uint64   // the Processes' count when env was made
-	generation uint64   // of the guest when it was last seeded
-	count      uint64   // of executions that it has run
-	oomKills   uint64   // of the guest when it was started
+	env        []string // its environment, as far as the agent has set it
+	envSet     uint64   // Processes.envSet when env was made
+	generation uint64   // the guest's generation when the interpreter was last seeded
+	count      uint64   // executions that it has run
+	oomKills   uint64   // the guest's oomKills when it was started
 
 	ready   chan struct{} // closed when it can be used
 	begin   chan struct{} // cap 1: an execution has begun
 	done    chan executionEnd
-	closed  chan struct{}                   // closed when nothing more is read from it
-	log     atomic.Pointer[eventLog]        // of the execution that runs
+	closed  chan struct{}                   // closed when no more frames are read from it
+	log     atomic.Pointer[eventLog]        // of the running execution
 	version string                          // set before ready is closed
-	broken  atomic.Pointer[protocolFailure] // why it was killed
+	broken  atomic.Pointer[protocolFailure] // the protocol error that it was killed for
 }
 
 type protocolFailure struct{ why string }
 
-// executionEnd is how an execution ended, as the interpreter says.
+// executionEnd is the end of an execution as the interpreter reports it.
 type executionEnd struct {
 	state guestrpc.CodeState
 	code  int32
 	shell bool
 }
 
-// startInterpreter starts an interpreter for a context. It does not wait until that
-// is ready.
+// startInterpreter starts an interpreter for a context. It does not wait until the
+// interpreter is ready.
 func (ps *Processes) startInterpreter(c *codeContext, lang interpreter.Language, generation uint64) (*interpreterProcess, error) {
 	ps.mu.Lock()
 	base, envSet := ps.env, ps.envSet
@@ -89,7 +89,7 @@ func (ps *Processes) startInterpreter(c *codeContext, lang interpreter.Language,
 		return nil, err
 	}
 	k.proc = &Process{spec: spec, done: make(chan struct{})}
-	k.proc.spec.Env = nil // it may hold secrets, and is not needed again
+	k.proc.spec.Env = nil // it may hold secrets, and is no longer needed
 	s := stdio{sink: &ps.sink}
 	files, err := k.open(&s, &id)
 	if err == nil {
@@ -153,21 +153,21 @@ func (k *interpreterProcess) open(s *stdio, id *Identity) (files []uintptr, err 
 	return files, err
 }
 
-// last closes what belonged to the interpreter when it has ended.
+// last closes the interpreter's pipes after its end.
 func (k *interpreterProcess) last() {
 	<-k.proc.Done()
 	k.events.drain()
-	_ = k.requests.file.Close() // nobody reads it
+	_ = k.requests.file.Close() // nothing reads from it any more
 }
 
-// write sends bytes to the interpreter. An interpreter that does not read them waits for
-// them to be gone: stop says when.
+// write sends bytes to the interpreter. If the interpreter does not read them, write
+// waits until it ends or stop closes.
 func (k *interpreterProcess) write(stop <-chan struct{}, b []byte) error {
 	_, err := k.requests.write(stop, k.proc.Done(), b)
 	return err
 }
 
-// driver is what the interpreter is told first.
+// driver is the first request to an interpreter: its driver.
 func (k *interpreterProcess) driver() []byte {
 	n := 0
 	for _, part := range k.lang.Driver {
@@ -194,7 +194,7 @@ func frame(kind byte, fields func(e *codec.Encoder)) []byte {
 	return b
 }
 
-// read reads what the interpreter says until it ends or breaks the rules.
+// read reads the interpreter's frames until it ends or violates the protocol.
 func (k *interpreterProcess) read() {
 	defer close(k.closed)
 	read := k.readFrames
@@ -202,12 +202,12 @@ func (k *interpreterProcess) read() {
 		read = k.readLines
 	}
 	err := read(k.events)
-	_ = k.events.file.Close() // it was only read
+	_ = k.events.file.Close() // nothing was written to it
 	if err != nil && !errors.Is(err, io.EOF) {
 		k.broken.Store(&protocolFailure{err.Error()})
 	}
-	// An interpreter that nobody listens to is of no use.
-	_ = k.proc.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it was faster
+	// Without a reader of its frames an interpreter is useless.
+	_ = k.proc.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it has ended
 }
 
 const (
@@ -221,7 +221,7 @@ func (k *interpreterProcess) readFrames(r io.Reader) error {
 	for {
 		var size [4]byte
 		if _, err := io.ReadFull(r, size[:]); err != nil {
-			return io.EOF // in the middle of a frame it is not worth telling
+			return io.EOF // an end in the middle of a frame counts as a plain end
 		}
 		n := int(binary.LittleEndian.Uint32(size[:]))
 		if n == 0 || n > maxInterpreterFrame {
@@ -263,11 +263,11 @@ func (k *interpreterProcess) handle(kind byte, body []byte) error {
 		e := guestrpc.CodeEvent{
 			Kind: guestrpc.CodeEventKind(body[0]), Stdout: k.stdout.position(), Stderr: k.stderr.position(), Data: body[1:],
 		}
-		if log := k.log.Load(); log != nil { // else it is from a thread that goes on after its execution
+		if log := k.log.Load(); log != nil { // otherwise a thread that outlives its execution has sent it
 			log.add(k.proc.Done(), e)
 		}
 		if kind == frameNote {
-			_ = k.write(nil, frame(frameNoted, nil)) // it has died
+			_ = k.write(nil, frame(frameNoted, nil)) // fails if the interpreter has died
 		}
 	case frameDone:
 		var r executionEnd
@@ -285,7 +285,7 @@ func (k *interpreterProcess) handle(kind byte, body []byte) error {
 	return nil
 }
 
-// say tells of the end of the execution that runs.
+// say announces the end of the running execution.
 func (k *interpreterProcess) say(r executionEnd) error {
 	if k.log.Load() == nil {
 		return errInterpreterOrder
@@ -300,7 +300,7 @@ func (k *interpreterProcess) say(r executionEnd) error {
 
 // kill ends the interpreter and everything in its session.
 func (k *interpreterProcess) kill() {
-	_ = k.proc.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it was faster
+	_ = k.proc.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it has ended
 }
 
 // reason says how the interpreter ended.
@@ -341,12 +341,12 @@ func oomKills() uint64 {
 	return 0
 }
 
-// controlPipe reads what an interpreter says. Others may hold the pipe open longer
-// than the interpreter lives, so its end is not waited for.
+// controlPipe reads an interpreter's frames. Other processes may hold the pipe open
+// after the interpreter's death, so the end of the pipe is not waited for.
 type controlPipe struct {
 	file  *os.File
 	raw   syscall.RawConn
-	dying bool // the interpreter has ended: take what is there
+	dying bool // the interpreter has ended: read only the rest
 	left  int
 }
 

@@ -2,8 +2,8 @@ package agent
 
 import "testing"
 
-// TestNodeRandom: the functions that draw from the machine instead of OpenSSL
-// behave as Node's own: results, refusals, callbacks, and for modules of either
+// TestNodeRandom: the functions that draw from the kernel instead of OpenSSL behave
+// like Node's own, in results, refusals and callbacks, and for modules of either
 // kind. That forks draw differently is TestNodeForks in test/gvisor.
 func TestNodeRandom(t *testing.T) {
 	r, _ := newTestRenewer(t)

@@ -9,11 +9,11 @@ import (
 	"agentrun.dev/internal/guest/interpreter"
 )
 
-// codeGrace is what an interpreter has from the interrupt of a timeout until it is
-// killed.
+// codeGrace is the time that an interpreter gets after the interrupt of a timeout
+// before it is killed.
 const codeGrace = 2 * time.Second
 
-// work runs what waits in a context until nothing does.
+// work runs the executions of a context until its queue is empty.
 func (ks *Interpreters) work(c *codeContext) {
 	for {
 		ks.mu.Lock()
@@ -50,13 +50,14 @@ func (ks *Interpreters) run(c *codeContext, e *execution) {
 	}
 }
 
-// attempt runs an execution in the interpreter of its context. It reports whether
-// that died before it took the execution up, so that a new one can be tried.
+// attempt runs an execution in the interpreter of its context. It reports whether the
+// interpreter died before it began with the execution, so that another one can be
+// tried.
 func (ks *Interpreters) attempt(c *codeContext, e *execution, expired <-chan struct{}) (again bool) {
 	e.status = guestrpc.CodeStatus{Language: c.lang.Name}
 	k, err := ks.interpreterFor(c, e)
 	if errors.Is(err, ErrNotFound) && e.mode == guestrpc.ModeText {
-		// Where there is no Python a text can only be a command.
+		// Without Python in the sandbox, a text can only be a command.
 		if k, err = ks.shellFor(c, e); err == nil {
 			defer k.end()
 		}
@@ -65,7 +66,7 @@ func (ks *Interpreters) attempt(c *codeContext, e *execution, expired <-chan str
 		e.err = err
 		return false
 	}
-	// An interpreter that is being started gets its driver first.
+	// A new interpreter gets its driver first.
 	requests := k.requestsFor(ks, c, e)
 	if e.status.Fresh {
 		requests = append(k.driver(), requests...)
@@ -80,8 +81,8 @@ func (ks *Interpreters) attempt(c *codeContext, e *execution, expired <-chan str
 			e.events.add(nil, guestrpc.CodeEvent{Kind: guestrpc.CodeEventBegun, Data: data})
 		}
 	}
-	// If the interpreter dies or the time is over before it has taken all, the wait
-	// below sees it too.
+	// If the interpreter dies or the time runs out before it has read everything,
+	// await notices it too.
 	_ = k.write(expired, requests)
 	ks.await(c, e, k, expired)
 	k.log.Store(nil)
@@ -99,15 +100,15 @@ func (ks *Interpreters) attempt(c *codeContext, e *execution, expired <-chan str
 	return false
 }
 
-// untouched: an interpreter that had run before died without having begun with e, by
-// itself. It was dead already, and nobody had noticed.
+// untouched reports whether an interpreter that had run before died by itself without
+// having begun with e. It was already dead, and its death had not been noticed.
 func (ks *Interpreters) untouched(c *codeContext, e *execution) bool {
 	ks.mu.Lock()
 	defer ks.mu.Unlock()
 	return e.status.State == guestrpc.CodeDied && !e.status.Fresh && !e.status.TimedOut && !c.begun && c.ending == ""
 }
 
-// shellName is the language of a text that was a command.
+// shellName is the language of a text that was run as a command.
 const shellName = "shell"
 
 // shellFor starts a shell for one text.
@@ -172,12 +173,12 @@ func (ks *Interpreters) await(c *codeContext, e *execution, k *interpreterProces
 			ks.mu.Lock()
 			c.begun = true
 			if c.wanted {
-				_ = c.interrupt() // ErrEnded: it was faster
+				_ = c.interrupt() // ErrEnded: it has ended
 			}
 			ks.mu.Unlock()
 		case r := <-k.done:
 			select {
-			case <-k.begin: // it came before that, and was not looked at
+			case <-k.begin: // begin came before done, but was not received yet
 			default:
 			}
 			e.ended(r)
@@ -203,10 +204,10 @@ func (ks *Interpreters) await(c *codeContext, e *execution, k *interpreterProces
 			e.status.TimedOut = true
 			ks.mu.Lock()
 			begun := c.begun
-			_ = c.interrupt() // ErrEnded: it was faster
+			_ = c.interrupt() // ErrEnded: it has ended
 			ks.mu.Unlock()
 			if !begun {
-				k.kill() // it does not even listen
+				k.kill() // it does not even read its requests
 				continue
 			}
 			grace := time.AfterFunc(codeGrace, k.kill)
@@ -222,7 +223,7 @@ func (e *execution) ended(r executionEnd) {
 	}
 }
 
-// died tells how the interpreter took the execution with it.
+// died records how the interpreter's death ended the execution.
 func (ks *Interpreters) died(c *codeContext, e *execution, k *interpreterProcess) {
 	exit, _ := k.proc.Exit()
 	ks.mu.Lock()
@@ -231,7 +232,7 @@ func (ks *Interpreters) died(c *codeContext, e *execution, k *interpreterProcess
 	e.status.State, e.status.Code = guestrpc.CodeDied, int32(exit.Code)
 	switch {
 	case k.lang.Lines && ending == "" && exit.Signal == 0 && k.broken.Load() == nil:
-		e.status.State = guestrpc.CodeExited // it is what exit means in a shell
+		e.status.State = guestrpc.CodeExited // in a shell, exit means just that
 	case ending != "":
 		e.status.Reason = ending
 	case e.status.TimedOut:
@@ -244,7 +245,7 @@ func (ks *Interpreters) died(c *codeContext, e *execution, k *interpreterProcess
 	}
 }
 
-// requestsFor is all that the interpreter has to be told for an execution.
+// requestsFor encodes all requests that the interpreter needs for an execution.
 func (k *interpreterProcess) requestsFor(ks *Interpreters, c *codeContext, e *execution) []byte {
 	now := ks.generation()
 	reseed := now != k.generation
@@ -273,8 +274,8 @@ func (k *interpreterProcess) requestsFor(ks *Interpreters, c *codeContext, e *ex
 	})...)
 }
 
-// changedEnv is how the environment that an interpreter would be started with now
-// differs from the one it was given.
+// changedEnv compares the environment that a new interpreter would get now with the
+// environment that this one got.
 func (k *interpreterProcess) changedEnv(ps *Processes, c *codeContext) (set, unset []string) {
 	ps.mu.Lock()
 	base, times := ps.env, ps.envSet
@@ -284,7 +285,7 @@ func (k *interpreterProcess) changedEnv(ps *Processes, c *codeContext) (set, uns
 	}
 	id, err := ps.cfg.Accounts.Lookup(c.user)
 	if err != nil {
-		return nil, nil // the user is gone; what the interpreter has is all there is
+		return nil, nil // the user is gone: the interpreter keeps the environment that it has
 	}
 	env, _ := buildEnv(&ExecSpec{Env: c.env, User: c.user}, base, &id)
 	set, unset = diffEnv(k.env, env)
@@ -292,8 +293,8 @@ func (k *interpreterProcess) changedEnv(ps *Processes, c *codeContext) (set, uns
 	return set, unset
 }
 
-// diffEnv returns the variables of next that before does not have like that,
-// and the names of before that next does not have.
+// diffEnv returns the variables that next adds to before or changes, and the names of
+// the variables that next lacks.
 func diffEnv(before, next []string) (set, unset []string) {
 	had := make(map[string]string, len(before))
 	for _, kv := range before {

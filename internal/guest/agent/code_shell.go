@@ -13,12 +13,12 @@ import (
 // maxShellLine bounds an answer of a shell.
 const maxShellLine = 256
 
-// shellRequests is what a shell has to be told for an execution.
+// shellRequests encodes the requests that a shell needs for an execution.
 func shellRequests(reseed bool, set, unset []string, e *execution) []byte {
 	var b []byte
 	if reseed {
 		var seed [2]byte
-		if _, err := unix.Getrandom(seed[:], 0); err == nil { // it has been seeded long ago
+		if _, err := unix.Getrandom(seed[:], 0); err == nil { // cannot block: the generator was seeded long ago
 			b = shellLine(b, 'e', "RANDOM="+strconv.Itoa(int(seed[0])<<8|int(seed[1])))
 		}
 	}
@@ -28,7 +28,7 @@ func shellRequests(reseed bool, set, unset []string, e *execution) []byte {
 		}
 	}
 	for _, kv := range set {
-		// Others exist in no shell.
+		// Shells have no variables of other names.
 		if name := envName(kv); validShellName(name) {
 			b = shellLine(b, 'e', "export "+name+"="+shellQuote(kv[len(name)+1:]))
 		}

@@ -64,7 +64,8 @@ func TestShellInterpreter(t *testing.T) {
 				t.Errorf("%s: %q: %+v, stdout %q, stderr %q", id, tt.source, o.CodeStatus, o.stdout, o.stderr)
 			}
 		}
-		// The child says so: a shell that is just making one may miss a signal.
+		// The child prints the line, because a shell that is just making a child may
+		// miss a signal.
 		x, err := c.StartCode(rpcContext(t), guestrpc.CodeRunRequest{Context: id, Source: "sh -c 'echo go; exec sleep 600'; echo not here"})
 		if err != nil {
 			t.Fatal(err)
@@ -144,7 +145,8 @@ func TestBashInterpreter(t *testing.T) {
 			t.Errorf("%+v: %v", req, err)
 		}
 	}
-	// Whatever it writes to descriptors that are not its own.
+	// A shell that writes to descriptors that are not its own, or ends itself, is replaced
+	// by a new one.
 	for _, source := range []string{
 		"for fd in /proc/$$/fd/*; do head -c 4096 /dev/zero > $fd; done 2>/dev/null", "kill -9 $$", "exec 3<&- 4>&-; exit",
 		"for fd in {10..40}; do echo done 300 >&$fd; done 2>/dev/null; kill -9 $$",

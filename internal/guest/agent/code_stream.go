@@ -8,19 +8,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxRest bounds what is taken beyond the limit of an output when its execution
-// ends: what a pipe of the largest size that a user may ask for can hold.
+// maxRest bounds the bytes that are taken beyond the limit of an output when its
+// execution ends. It is the capacity of the largest pipe that a user may ask for.
 const maxRest = 1 << 20
 
-// interpreterStream is standard output or error of an interpreter: one pipe, whose bytes
-// belong to the execution that runs when they come.
+// interpreterStream is the standard output or error of an interpreter: one pipe. Its
+// bytes belong to the execution that runs when they arrive.
 type interpreterStream struct {
 	file *os.File
 	raw  syscall.RawConn
 	sink *sink
 
 	mu     sync.Mutex // protects output
-	output *Output    // of the execution that runs; nil: bytes are thrown away
+	output *Output    // of the running execution; nil: bytes are discarded
 }
 
 func newInterpreterStream(file *os.File, s *sink) (*interpreterStream, error) {
@@ -70,15 +70,15 @@ func (s *interpreterStream) discard(fd int) fillResult {
 	return fillEnd
 }
 
-// begin gives what comes from now on to an execution.
+// begin assigns the bytes that come from now on to an execution.
 func (s *interpreterStream) begin(o *Output) {
 	s.mu.Lock()
 	s.output = o
 	s.mu.Unlock()
 }
 
-// end gives the execution what is in the pipe, and nothing after it. Nobody is
-// waited for: readers that are slow get the rest from a larger buffer.
+// end gives the execution the bytes that are now in the pipe, and no later bytes. It
+// waits for no reader: slow readers get the rest from a larger buffer.
 func (s *interpreterStream) end() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -100,11 +100,11 @@ func (s *interpreterStream) position() int64 {
 		return 0
 	}
 	at := o.Stats().Bytes
-	_ = s.raw.Control(func(fd uintptr) { at = o.position(int(fd)) }) // an error: it has ended
+	_ = s.raw.Control(func(fd uintptr) { at = o.position(int(fd)) }) // an error means that the stream has ended
 	return at
 }
 
-// waiting is how many bytes are in a pipe.
+// waiting is how many unread bytes a pipe holds.
 func waiting(fd int) int64 {
 	n, err := unix.IoctlGetInt(fd, unix.TIOCINQ)
 	if err != nil || n < 0 {
@@ -113,14 +113,14 @@ func waiting(fd int) int64 {
 	return int64(n)
 }
 
-// position is that of the next byte that will be written to the pipe.
+// position is the offset of the next byte that will be written to the pipe.
 func (o *Output) position(fd int) int64 {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.end + waiting(fd)
 }
 
-// takeRest takes what is in the pipe, and no more.
+// takeRest takes the bytes that are in the pipe now, and no more.
 func (o *Output) takeRest(fd int) {
 	o.mu.Lock()
 	defer o.mu.Unlock()

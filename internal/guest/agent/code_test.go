@@ -12,7 +12,7 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// codeOutcome is all that an execution has told.
+// codeOutcome is the complete result of an execution.
 type codeOutcome struct {
 	guestrpc.CodeStatus
 	id     string
@@ -51,7 +51,7 @@ func python(t testing.TB, c *guestrpc.Client, source string) codeOutcome {
 	return runCode(t, c, guestrpc.CodeRunRequest{Source: source})
 }
 
-// forms are those of the values that were shown by events of a kind.
+// forms returns the forms of the values in events of a kind.
 func (o codeOutcome) forms(t testing.TB, kind guestrpc.CodeEventKind) []map[string]string {
 	t.Helper()
 	var all []map[string]string
@@ -175,7 +175,7 @@ print('no newline', end='')`)
 	if want := "fd\nchild\ngrandchild\nthread\nno newline"; o.stdout != want || o.stderr != "child err\n" {
 		t.Errorf("stdout %q, stderr %q", o.stdout, o.stderr)
 	}
-	// Nothing of it is left for the next, and a child of fork ends with its cell.
+	// The child leaves nothing for the next cell: a child of fork ends with its cell.
 	o = python(t, c, "import os\npid = os.fork()\nif pid == 0:\n    print('child')\nelse:\n    print(os.WEXITSTATUS(os.waitpid(pid, 0)[1]))")
 	wantOK(t, o)
 	if o.stdout != "child\n0\n" {
@@ -239,8 +239,8 @@ Rich()`)
 	if len(got) != len(want) {
 		t.Errorf("%q", got)
 	}
-	// A class is not an instance, one that answers to everything has no forms, and
-	// one form that fails leaves the others.
+	// A class is not an instance. An object that answers to every name has no forms.
+	// A form that fails does not affect the others.
 	o = python(t, c, `class Any:
     def __getattr__(self, name): return lambda *a, **k: 'everything'
     def __repr__(self): return 'any'
@@ -373,7 +373,8 @@ func TestCodeInterrupt(t *testing.T) {
 			t.Errorf("%q: %+v, %+v", source, o.CodeStatus, f)
 		}
 	}
-	// The interpreter has lived through all of it, and an idle one is not harmed.
+	// The interpreter has survived all of it, and an interrupt does not harm an idle
+	// one.
 	if o := python(t, c, "1"); o.Fresh {
 		t.Errorf("%+v", o.CodeStatus)
 	}
@@ -385,7 +386,7 @@ func TestCodeInterrupt(t *testing.T) {
 	}
 }
 
-// TestCodeInterruptAtOnce: an interrupt is not lost and does not hit another
+// TestCodeInterruptAtOnce: an interrupt is never lost and never hits another
 // execution, whenever it comes.
 func TestCodeInterruptAtOnce(t *testing.T) {
 	c := startClient(t)
@@ -454,7 +455,7 @@ func TestCodeInterpreterDies(t *testing.T) {
 			t.Errorf("after %q: %+v", source, o.CodeStatus)
 		}
 	}
-	// One that dies between two executions.
+	// An interpreter that dies between two executions.
 	python(t, c, "import os, threading\nthreading.Timer(0, lambda: os._exit(5)).start()\nthreading.Event().wait(0)")
 	for {
 		o := python(t, c, "1")
@@ -488,7 +489,8 @@ func TestCodeEnvironment(t *testing.T) {
 	if o := python(t, c, show); o.result(t) != "(['1', '1', '1', 'own', None, '"+DefaultPath+"', None], '\\n')" {
 		t.Errorf("%s", o.result(t))
 	}
-	// What a claim brings reaches the interpreter that runs; what the user set stays.
+	// A claim's environment reaches a running interpreter. Variables that the user
+	// has set stay.
 	python(t, c, "os.environ['KEPT'] = 'by user'")
 	if err := c.SetEnv(ctx, guestrpc.SetEnvRequest{Env: []string{"BASE=2", "KEPT=1", "OWN=base", "NEW=n"}}); err != nil {
 		t.Fatal(err)

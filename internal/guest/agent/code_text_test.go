@@ -11,7 +11,7 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// textWorld is a context whose commands are known.
+// textWorld is a context with known commands.
 func textWorld(t *testing.T, c *guestrpc.Client) {
 	t.Helper()
 	bin, dir := openDir(t), openDir(t)
@@ -27,7 +27,8 @@ func textWorld(t *testing.T, c *guestrpc.Client) {
 			t.Fatal(err)
 		}
 	}
-	// A wrapper and not a link: an interpreter finds its library by its own path.
+	// This is a wrapper and not a link, because an interpreter finds its library by
+	// its own path.
 	writeTestFile(t, bin+"/python3", "#!/bin/sh\nexec /usr/bin/python3 \"$@\"\n", 0o755)
 	if err := os.Mkdir(dir+"/bin", 0o755); err != nil {
 		t.Fatal(err)
@@ -63,7 +64,7 @@ func TestCodeTextTable(t *testing.T) {
 			given = text
 			continue
 		}
-		// No line may see what another has bound.
+		// No line may see names that another line has bound.
 		wantOK(t, python(t, c, "for n in [n for n in globals() if not n.startswith('__') and n != 'display']: del globals()[n]\nimport builtins\nif hasattr(builtins, '_'): del builtins._"))
 		wantOK(t, python(t, c, given))
 		o := runCode(t, c, guestrpc.CodeRunRequest{Mode: guestrpc.ModeText, Source: text, Timeout: 20 * time.Second})
@@ -116,7 +117,7 @@ func TestCodeTextRuns(t *testing.T) {
 			t.Errorf("%q: stderr %q", tt.text, o.stderr)
 		}
 	}
-	// A command is interrupted and timed out as a cell is.
+	// A command is interrupted and timed out like a cell.
 	o := runCode(t, c, guestrpc.CodeRunRequest{Mode: guestrpc.ModeText, Source: "sleep 600", Timeout: time.Second})
 	if o.State != guestrpc.CodeInterrupted || o.Code != 130 || !o.TimedOut || o.Language != "shell" {
 		t.Errorf("%+v", o.CodeStatus)
@@ -127,8 +128,9 @@ func TestCodeTextRuns(t *testing.T) {
 	}
 }
 
-// TestCodeTextInterrupted: a command that ends in the moment of an interrupt, as
-// one does that gets the interrupt, too, has ended, and nothing else is said of it.
+// TestCodeTextInterrupted: a command that ends at the moment of an interrupt, for example
+// because it receives the interrupt itself, is reported as ended or interrupted, and no
+// message appears on stderr.
 func TestCodeTextInterrupted(t *testing.T) {
 	c := startClient(t)
 	if _, err := c.CreateContext(rpcContext(t), guestrpc.CodeCreateRequest{ID: "default", Workdir: openDir(t)}); err != nil {
@@ -201,7 +203,7 @@ func TestCodeInAFork(t *testing.T) {
 			t.Errorf("generator %d was not reseeded: %s, %s", i, same, forked)
 		}
 	}
-	// Once is enough, and what the user made is the user's.
+	// Seeding once is enough, and generators that the user has made stay as they are.
 	wantOK(t, python(t, c, seed))
 	if again := python(t, c, draw+"\n"+draw); !strings.HasPrefix(again.result(t), "(0.") {
 		t.Fatalf("%+v", again)
@@ -214,7 +216,7 @@ func TestCodeInAFork(t *testing.T) {
 		t.Errorf("%s", o.result(t))
 	}
 
-	// An execution that runs at that instant is reseeded where it is.
+	// An execution that runs at that instant is reseeded in place.
 	x, err := c.StartCode(rpcContext(t), guestrpc.CodeRunRequest{Source: "random.seed(1)\nstate = random.getstate()\nprint('go')\nimport time\nwhile random.getstate() == state: time.sleep(0.001)\n'reseeded'"})
 	if err != nil {
 		t.Fatal(err)

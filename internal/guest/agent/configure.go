@@ -12,8 +12,8 @@ import (
 
 const nic = "eth0"
 
-// configure sets up the booted root: limits, host name, network. Only what the
-// command line asked for, and cannot be had, is an error.
+// configure sets up the booted root: limits, host name, network. It fails only if a
+// setting from the command line cannot be applied.
 func configure(cfg *BootConfig, log func(string)) error {
 	if err := setLimits(); err != nil {
 		log(err.Error())
@@ -61,8 +61,8 @@ func SetHostname(name string) error {
 	return failed("set host name", name, rawSetHostname(name))
 }
 
-// setLimits gives programs more descriptors than the kernel's 1024, and no core
-// files unless they ask. A limit that may not be raised stays as it is.
+// setLimits raises the limit of descriptors above the kernel's 1024, and turns core
+// files off by default. A limit that cannot be raised stays as it is.
 func setLimits() error {
 	for _, l := range []struct {
 		what, name string
@@ -90,7 +90,7 @@ func setLimits() error {
 	return nil
 }
 
-// netSocket is what interface ioctls are sent to.
+// netSocket opens a socket for interface ioctls and passes it to fn.
 func netSocket(thing string, fn func(fd int) error) error {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -116,11 +116,11 @@ func linkUpBy(fd int, name string) error {
 	return unix.IoctlIfreq(fd, unix.SIOCSIFFLAGS, ifr)
 }
 
-// minSegments is how many segments a frame of a connection has at least, if there are as
-// many to send. TCP makes small frames for connections that are slow, so as not to send
-// bursts into a network. Here each frame costs the same, however long it is, and nothing
-// is lost: small frames are the reason why a connection is slow, and stays so. No frame
-// has more than 64 KiB.
+// minSegments is the file that sets how many segments a frame of a connection has at
+// least, if that many wait to be sent. TCP makes small frames for slow connections,
+// so as not to send bursts into a network. Here each frame costs the same, whatever
+// its length, and no frame is lost, so small frames would only keep a slow connection
+// slow. No frame has more than 64 KiB.
 const minSegments = "/proc/sys/net/ipv4/tcp_min_tso_segs"
 
 // setupNetwork gives eth0 its addresses and the default routes (netdevice(7)).
@@ -212,8 +212,8 @@ func writeResolvConf(etc string, dns []string) error {
 	return writeFile(path, text)
 }
 
-// writeNames adds to hosts and hostname what is missing. What an image says
-// itself is left as it is.
+// writeNames adds missing names to hosts and hostname. Entries of the image stay as
+// they are.
 func writeNames(etc, name string) error {
 	hosts, err := readFile(etc+"/hosts", maxAccountFile)
 	if err != nil && err != syscall.ENOENT {
@@ -230,8 +230,8 @@ func writeNames(etc, name string) error {
 	return nil
 }
 
-// writeMachineID gives a machine without an id one (machine-id(5)): what is
-// there when a fork renews it need not be made then.
+// writeMachineID gives a machine without an id one (machine-id(5)). Then the renewal
+// of a fork need not make the file.
 func writeMachineID(etc string) error {
 	path := etc + "/machine-id"
 	if have, err := readFile(path, 4096); err != syscall.ENOENT && (err != nil || len(bytes.TrimSpace(have)) > 0) {
@@ -248,14 +248,14 @@ func writeMachineID(etc string) error {
 	return failed("change mode of", path, unix.Chmod(path, machineIDMode))
 }
 
-// appendHostLine adds to b what a hosts file has for the sandbox's own name.
+// appendHostLine appends to b the line of a hosts file for the sandbox's own name.
 func appendHostLine(b []byte, name string) []byte {
 	return append(append(append(b, hostAddress...), name...), '\n')
 }
 
 const hostAddress = "127.0.1.1\t"
 
-// withNames returns the text of a hosts file with what is missing at its end.
+// withNames returns the text of a hosts file with the missing names appended.
 func withNames(hosts []byte, name string) []byte {
 	local, named := namesHost(hosts, "localhost"), namesHost(hosts, name)
 	if n := len(hosts); n > 0 && hosts[n-1] != '\n' && !(local && named) {

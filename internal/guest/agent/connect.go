@@ -71,8 +71,8 @@ func dialLoopback(ctx context.Context, port uint32) (*Conn, error) {
 	return conn, nil
 }
 
-// dialTCP connects without holding up a thread: a program that listens and does
-// not accept lets a connection wait for minutes.
+// dialTCP connects without blocking a thread, because a program that listens and does
+// not accept can keep a connection waiting for minutes.
 func dialTCP(ctx context.Context, family int, addr unix.Sockaddr) (*Conn, error) {
 	fd, err := unix.Socket(family, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {

@@ -24,8 +24,8 @@ func listenerPort(t *testing.T, at string) (net.Listener, uint16) {
 	return l, uint16(l.Addr().(*net.TCPAddr).Port)
 }
 
-// TestConnect: a program that listens is spoken to, both ways and to the end,
-// on either loopback address.
+// TestConnect: the host reaches a listening program on either loopback address. Data
+// goes both ways, up to the end of each stream.
 func TestConnect(t *testing.T) {
 	c := startClient(t)
 	for _, at := range []string{"127.0.0.1:0", "[::1]:0"} {
@@ -54,8 +54,8 @@ func TestConnect(t *testing.T) {
 	}
 }
 
-// TestConnectEnds: the program learns that the host has left, and the host that
-// the program has.
+// TestConnectEnds: the program learns that the host has left, and the host learns
+// that the program has.
 func TestConnectEnds(t *testing.T) {
 	c := startClient(t)
 	l, port := listenerPort(t, "127.0.0.1:0")
@@ -89,7 +89,7 @@ func TestConnectEnds(t *testing.T) {
 	<-conn.Done()
 
 	conn, program = accept()
-	if err := program.CloseWrite(); err != nil { // it goes on to read
+	if err := program.CloseWrite(); err != nil { // the program goes on reading
 		t.Fatal(err)
 	}
 	if _, err := conn.Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
@@ -108,7 +108,7 @@ func TestConnectEnds(t *testing.T) {
 	<-conn.Done()
 }
 
-// TestConnectRefused: what cannot be connected to is told apart.
+// TestConnectRefused: the ways in which connecting can fail are distinguished.
 func TestConnectRefused(t *testing.T) {
 	c := startClient(t)
 	l, closed := listenerPort(t, "127.0.0.1:0")
@@ -124,8 +124,8 @@ func TestConnectRefused(t *testing.T) {
 	}
 }
 
-// TestConnectStuck: a program that listens and does not accept holds up neither
-// others nor a host that leaves.
+// TestConnectStuck: a program that listens and does not accept blocks neither other
+// connections nor a host that leaves.
 func TestConnectStuck(t *testing.T) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -141,7 +141,7 @@ func TestConnectStuck(t *testing.T) {
 	}
 	port := uint16(name.(*unix.SockaddrInet4).Port)
 	c := startClient(t)
-	// Its queue takes a few; the next has to wait.
+	// Its queue takes a few connections. The next one has to wait.
 	for range 8 {
 		ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 		conn, err := c.Connect(ctx, guestrpc.ConnectRequest{Port: port})

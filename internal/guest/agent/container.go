@@ -12,17 +12,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A container is a sandbox whose kernel somebody else has booted, such as
-// gVisor's: the filesystems are mounted, there are no devices, and the random
-// numbers and the wall clock are the host's. The agent is told by its command
-// line that it is in one.
+// A container is a sandbox whose kernel was not booted by AgentRun's VMM, such as
+// gVisor's. Its filesystems are mounted already, it has no devices, and its random
+// numbers and wall clock are the host's. The agent learns from its command line that
+// it is in a container.
 
 // ChannelFD is the descriptor of the channel to the host in a container.
 const ChannelFD = 3
 
-// EnterContainer copies the agent into the sandbox's memory and runs it anew
-// with args: a file of the host that a process is mapped from could not be
-// saved with it. It returns only if that failed.
+// EnterContainer copies the agent into the sandbox's memory and runs it again with
+// args, because a process that maps a file of the host could not be saved. It returns
+// only if that failed.
 func EnterContainer(args ...string) error {
 	const what = "enter the container"
 	self, err := open(unix.AT_FDCWD, "/proc/self/exe", unix.O_RDONLY, 0)
@@ -76,11 +76,11 @@ func ParseContainer(args []string) (dns []string, err error) {
 	return dns, nil
 }
 
-// BootContainer configures a container: limits, names, the generation, and who
-// is asked for names. The network is there already.
+// BootContainer configures a container: limits, names, the generation, and DNS
+// servers. The network is configured already.
 func BootContainer(dns []string, log func(string)) error {
 	unix.Umask(0o022)
-	// What was executed by its descriptor has a number for a name.
+	// A program that was executed by its descriptor has a number as its name.
 	name := []byte("init\x00")
 	if err := unix.Prctl(unix.PR_SET_NAME, uintptr(unsafe.Pointer(&name[0])), 0, 0, 0); err != nil {
 		log(failed("name", "init", err).Error())
@@ -110,8 +110,8 @@ func ContainerChannel() (*Conn, error) {
 }
 
 // ShutdownContainer ends the container, and returns only if it could not. Every
-// process gets SIGTERM and, after grace, SIGKILL. There is nothing to unmount:
-// all of it is memory.
+// process gets SIGTERM and, after grace, SIGKILL. No filesystem has to be unmounted,
+// because all of them are in memory.
 func ShutdownContainer(ps *Processes, grace time.Duration) error {
 	if os.Getpid() != 1 {
 		return fail(ErrPermission, "shut down", "", "only PID 1 can")
@@ -129,8 +129,8 @@ func NewContainerRenewer() *Renewer {
 	return r
 }
 
-// checkGenerator makes sure that the kernel's generator works. It is the host's,
-// of which there are no copies: it needs nothing from the request, and forks
+// checkGenerator makes sure that the kernel's generator works. The generator is the
+// host's, which is never copied. So it needs no entropy from the request, and forks
 // draw different numbers (the suite of all engines compares them).
 func checkGenerator([]byte) error {
 	var drawn [64]byte

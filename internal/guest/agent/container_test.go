@@ -18,8 +18,7 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// TestHostsClock: a clock that is the host's is not set, and one that is not is
-// told.
+// TestHostsClock: the host's clock is not set. A wrong clock is reported.
 func TestHostsClock(t *testing.T) {
 	if step, err := checkClock(time.Now()); step != 0 || err != nil {
 		t.Errorf("the host's clock: %v, %v", step, err)
@@ -142,8 +141,8 @@ func TestServeChannel(t *testing.T) {
 	}
 }
 
-// TestParseContainer: a sandbox that boots without what was asked for is worse
-// than one that does not boot.
+// TestParseContainer: invalid arguments are errors, because a sandbox that boots
+// without a requested setting is worse than one that does not boot.
 func TestParseContainer(t *testing.T) {
 	got, err := ParseContainer([]string{"--dns=10.0.2.3", "--dns=9.9.9.9", "--dns=fd00:a9e7:0000:0000:0000:0000:0000:0001"})
 	if err != nil || !slices.Equal(got, []string{"10.0.2.3", "9.9.9.9", "fd00:a9e7::1"}) {

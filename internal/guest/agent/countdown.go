@@ -5,19 +5,19 @@ import (
 	"time"
 )
 
-// countdown calls a function when the sandbox has run for some time.
+// countdown calls a function after the sandbox has run for some time.
 //
-// Where the monotonic clock jumps over the time away, a timer fires at once
-// when the sandbox comes back. So time is counted in steps: a step that took
-// far longer than it should have was interrupted, and counts once. At most one
-// step is counted wrongly for each time away.
+// Where the monotonic clock also counts the time away, a timer fires as soon as the
+// sandbox comes back. So the countdown counts in steps. A step that took far longer
+// than it should have was interrupted, and counts only with its planned length. For
+// each time away, at most one step is counted wrongly.
 type countdown struct {
 	fire  func()
 	jumps bool
 
 	mu      sync.Mutex // protects all following fields
 	left    time.Duration
-	step    time.Duration // that the timer was set to
+	step    time.Duration // planned length of the current step
 	began   time.Time
 	timer   *time.Timer
 	stopped bool
@@ -31,7 +31,8 @@ const (
 	countdownSlack = 250 * time.Millisecond
 )
 
-// startCountdown starts one; jumps says that the clock counts the time away.
+// startCountdown starts a countdown. jumps says that the clock also counts the time
+// away.
 func startCountdown(after time.Duration, jumps bool, fire func()) *countdown {
 	c := &countdown{fire: fire, jumps: jumps, left: after}
 	c.mu.Lock()
@@ -40,7 +41,7 @@ func startCountdown(after time.Duration, jumps bool, fire func()) *countdown {
 	return c
 }
 
-// next sets the timer; the lock must be held.
+// next sets the timer. The caller holds c.mu.
 func (c *countdown) next() {
 	c.step, c.began = c.left, time.Now()
 	if c.jumps {
@@ -66,7 +67,7 @@ func (c *countdown) tick() {
 	c.fire()
 }
 
-// ran is for how long the sandbox ran in a step that took so long.
+// ran is how long the sandbox ran in a step of the given duration.
 func ran(took, step time.Duration) time.Duration {
 	if took > step+countdownSlack {
 		return step

@@ -5,8 +5,8 @@ import (
 	"time"
 )
 
-// TestRan: a step that took far longer than it should have was interrupted, and
-// counts once.
+// TestRan: a step that took far longer than planned was interrupted, and counts with
+// its planned length.
 func TestRan(t *testing.T) {
 	for _, tt := range []struct{ took, step, want time.Duration }{
 		{time.Second, time.Second, time.Second},
@@ -40,14 +40,14 @@ func TestCountdownAway(t *testing.T) {
 	c.next()
 	c.mu.Unlock()
 	<-fired
-	c.stop() // one that has fired
+	c.stop() // it has fired already
 }
 
 func TestCountdownStops(t *testing.T) {
 	for _, jumps := range []bool{false, true} {
 		c := startCountdown(time.Hour, jumps, func() { t.Error("it fired") })
 		c.stop()
-		c.tick() // a timer that was under way
+		c.tick() // plays a timer that was under way
 	}
 	fired := make(chan struct{})
 	startCountdown(time.Millisecond, false, func() { close(fired) })

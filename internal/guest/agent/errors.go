@@ -7,8 +7,8 @@ import (
 	"syscall"
 )
 
-// Kind says what went wrong in a way that callers can branch on with
-// errors.Is. A Kind is a constant, so that nobody can change it.
+// Kind says what went wrong in a form that callers can branch on with errors.Is. A
+// Kind is a constant, so it cannot be changed.
 type Kind string
 
 func (k Kind) Error() string { return string(k) }
@@ -42,8 +42,8 @@ const (
 	ErrIO             = Kind("input/output error")
 )
 
-// Error is every error of this package: what was done, to which thing, and why
-// it failed. errors.Is matches its Kind and its cause.
+// Error is every error of this package: the operation, the thing, and the cause.
+// errors.Is matches its Kind and its cause.
 type Error struct {
 	Kind  Kind
 	Op    string // verb: "start", "open", "mount"
@@ -81,8 +81,8 @@ func fail(kind Kind, op, thing, why string) error {
 	return e
 }
 
-// failed wraps a system error, choosing the kind from it. An error that is
-// already one of ours keeps its own words.
+// failed wraps a system error and derives the kind from it. An error of this package
+// keeps its own text.
 func failed(op, thing string, err error) error {
 	if err == nil {
 		return nil

@@ -54,8 +54,9 @@ func checkEnv(env []string) error {
 	return nil
 }
 
-// buildEnv lays the environment over the defaults: what passwd says, then the
-// base environment, then the exec's own. It also returns PATH.
+// buildEnv builds the environment of an exec. The user's passwd entry gives the
+// defaults; the base environment and then the exec's own variables override them. It
+// also returns PATH.
 func buildEnv(spec *ExecSpec, base []string, id *Identity) (env []string, path string) {
 	if spec.CleanEnv {
 		base = nil
@@ -95,8 +96,8 @@ func buildEnv(spec *ExecSpec, base []string, id *Identity) (env []string, path s
 	return env, path
 }
 
-// resolve finds the working directory and the program, with the user's rights:
-// the child could report one errno for both, and could not say which it meant.
+// resolve finds the working directory and the program, with the user's rights. The
+// child would report the same errno for either.
 func resolve(spec *ExecSpec, id *Identity, path string) (dir, program string, err error) {
 	err = id.do(func() error {
 		if dir, err = findDir(spec, id); err != nil {
@@ -133,10 +134,9 @@ func usableDir(dir string) error {
 	return access(dir, unix.X_OK)
 }
 
-// findProgram looks name up as execvp(3) does: a name with a slash is relative
-// to the working directory, any other is searched for in PATH. The most telling
-// failure of the search is reported, so that a file without its x bit is not
-// "not found".
+// findProgram looks name up as execvp(3) does: a name with a slash is relative to the
+// working directory, any other is searched for in PATH. Of several failures it
+// reports the most specific, so that a file without its x bit is not "not found".
 func findProgram(name, dir, path string) (string, error) {
 	if strings.IndexByte(name, '/') >= 0 {
 		full := name
@@ -197,8 +197,8 @@ func access(path string, mode uint32) error {
 	return unix.Faccessat(unix.AT_FDCWD, path, mode, unix.AT_EACCESS)
 }
 
-// startError explains what the child reported. The program and the directory
-// were there a moment ago, which tells apart what errno does not.
+// startError explains the errno that the child reported. The program and the
+// directory existed a moment ago, which resolves ambiguous numbers.
 func startError(program, dir string, err error) error {
 	switch err {
 	case syscall.ENOENT:

@@ -9,10 +9,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// openRegular opens a regular file and nothing else. A FIFO, device or socket
-// could block the agent or do something on being opened, so it is looked at
-// first; O_NONBLOCK covers the case that it was exchanged meanwhile. Errors of
-// the call itself are returned bare.
+// openRegular opens a regular file and nothing else. Opening a FIFO, device or socket
+// could block the agent or have side effects, so openRegular checks the type first.
+// O_NONBLOCK covers the case that the file was exchanged meanwhile. Errors of the
+// system call itself are returned bare.
 func openRegular(dirfd int, name string, flags int, mode uint32) (fd int, st unix.Stat_t, err error) {
 	if err := unix.Fstatat(dirfd, name, &st, 0); err == nil {
 		if err := regular(&st); err != nil {
@@ -50,11 +50,11 @@ type FileReader struct {
 	info Info
 	fd   int
 	off  int64
-	left int64 // negative: to the end
+	left int64 // bytes left; negative: to the end
 }
 
-// OpenRead opens a regular file from offset on; length 0 is to the end. Files
-// of /proc and /sys are regular too, whatever size they say they have.
+// OpenRead opens a regular file from offset on. Length 0 reads to the end. Files of
+// /proc and /sys are regular too, whatever size they report.
 func (f *Files) OpenRead(path string, offset, length int64) (*FileReader, error) {
 	path, err := checkPath("open", path)
 	if err != nil {
@@ -127,13 +127,13 @@ func (r *FileReader) Close() error {
 	return nil
 }
 
-// WriteMode says where the bytes go.
+// WriteMode says where the bytes are written.
 type WriteMode uint8
 
 // The modes of writing.
 const (
 	WriteTruncate WriteMode = iota // replace the content
-	WriteAppend                    // at the end, whoever else appends
+	WriteAppend                    // at the end, even if others append, too
 	WriteAt                        // over the content from WriteOptions.Offset on
 )
 
@@ -141,20 +141,20 @@ const (
 type WriteOptions struct {
 	Mode      WriteMode
 	Offset    int64  // with WriteAt
-	Perm      uint32 // of a file that is made; 0 is 0644. Exact, not subject to umask
-	NoCreate  bool   // fail if there is no such file
-	Exclusive bool   // fail if there is one
+	Perm      uint32 // of a new file; 0 is 0644. Exact, not subject to umask
+	NoCreate  bool   // fail if the file does not exist
+	Exclusive bool   // fail if the file exists
 	Parents   bool   // make missing folders above it
 	Sync      bool   // fsync at Commit; Atomic always does
 
-	// Atomic shows readers the old content or the new, never a part: the bytes
-	// go to a temporary file in the same folder, which takes the place of the
-	// old one at Commit, with its mode and owner. Only with WriteTruncate.
+	// Atomic shows readers the old content or the new, never a mixture. The bytes go
+	// to a temporary file in the same folder, which replaces the old one at Commit
+	// and has its mode and owner. Only with WriteTruncate.
 	Atomic bool
 }
 
-// FileWriter writes one file. Either Commit or Abort must be called; after one
-// of them the other does nothing. It is not for concurrent use.
+// FileWriter writes one file. The caller must call Commit or Abort; after one of them
+// the other does nothing. It is not for concurrent use.
 type FileWriter struct {
 	files   *Files
 	path    string
@@ -241,15 +241,15 @@ func (w *FileWriter) openInPlace(opts *WriteOptions) error {
 			return err
 		}
 	}
-	// The kernel takes setuid away when a user writes, but here root will.
+	// The kernel clears setuid when a user writes, but here root writes.
 	if special := st.Mode & (unix.S_ISUID | unix.S_ISGID); special != 0 && !w.files.id.root() {
 		return w.dropSpecial(st.Mode)
 	}
 	return nil
 }
 
-// dropSpecial runs with the rights of the user, who may not own the file; the
-// descriptor can be changed by root on another thread.
+// dropSpecial clears setuid and setgid. The caller runs with the rights of the user,
+// who may not own the file, so another thread changes the mode as root.
 func (w *FileWriter) dropSpecial(mode uint32) error {
 	done := make(chan error, 1)
 	go func() { done <- unix.Fchmod(w.fd, mode&modeBits&^(unix.S_ISUID|unix.S_ISGID)) }()
@@ -281,7 +281,7 @@ func (w *FileWriter) openTemp(opts *WriteOptions) error {
 		if err := regular(&old); err != nil {
 			return err
 		}
-		// A file one may not write must not be replaced either.
+		// A file that the user may not write must not be replaced either.
 		if err := unix.Faccessat(w.dir, name, unix.W_OK, unix.AT_EACCESS); err != nil {
 			return err
 		}
@@ -292,7 +292,8 @@ func (w *FileWriter) openTemp(opts *WriteOptions) error {
 	perm := opts.Perm
 	if exists {
 		perm = old.Mode & modeBits
-		// Only root can give a file away. Others keep what they can of it.
+		// Only root can give a file away. If another user cannot keep the owner, the
+		// new file loses setuid and setgid.
 		if err := unix.Fchown(w.fd, int(old.Uid), int(old.Gid)); err != nil && w.files.id.root() {
 			return err
 		} else if err != nil {
@@ -321,8 +322,8 @@ func makeTemp(dir int) (fd int, name string, err error) {
 // certain.
 func tempName() string { return ".agentrun-" + strconv.FormatInt(time.Now().UnixNano(), 36) }
 
-// throughLinks follows symbolic links in the last element only: the kernel
-// resolves the others, and it does so right even with ".." behind a link.
+// throughLinks follows symbolic links in the last element only. The kernel resolves
+// the other elements, and handles ".." after a link correctly.
 func throughLinks(path string) (string, error) {
 	for range 40 { // MAXSYMLINKS of the kernel
 		target, err := readlinkat(unix.AT_FDCWD, path)
@@ -376,8 +377,8 @@ func (w *FileWriter) Write(p []byte) (int, error) {
 	return done, nil
 }
 
-// Commit finishes. After an atomic write the new content is on disk, and in
-// place, when it returns without an error.
+// Commit completes the write. If it returns no error after an atomic write, the new
+// content is on disk and in place.
 func (w *FileWriter) Commit() error {
 	if w.fd < 0 {
 		return nil
@@ -399,7 +400,8 @@ func (w *FileWriter) Commit() error {
 	return failed("write", w.path, syncFolder(w.dir))
 }
 
-// Abort gives up: an atomic write leaves no trace, any other what was written.
+// Abort gives up. An atomic write leaves no trace. Any other write leaves the bytes
+// that were written.
 func (w *FileWriter) Abort() { w.release() }
 
 func (w *FileWriter) release() {
@@ -446,8 +448,9 @@ func rename(fromDir int, from string, toDir int, to string, replace bool) error 
 	if err != syscall.EINVAL || replace {
 		return err
 	}
-	// Some filesystems know no flags. The gap between looking and renaming cannot
-	// be closed there. EINVAL for another reason comes back from the second call.
+	// Some filesystems support no flags. There the gap between the check and the
+	// rename cannot be closed. If EINVAL had another reason, the second call returns
+	// it again.
 	var st unix.Stat_t
 	if unix.Fstatat(toDir, to, &st, unix.AT_SYMLINK_NOFOLLOW) == nil {
 		return syscall.EEXIST

@@ -9,11 +9,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Files does file operations with the rights of one user. It holds no
-// descriptors and costs nothing to make: one per request is fine.
+// Files does file operations with the rights of one user. It holds no descriptors and
+// is cheap to make, so each request can make one.
 //
-// Paths are absolute and resolved by the kernel, symbolic links and ".."
-// included; the user's rights, not the path's spelling, decide what is allowed.
+// Paths are absolute and resolved by the kernel, symbolic links and ".." included;
+// the user's rights, not the path's spelling, decide what is allowed.
 type Files struct {
 	id       Identity
 	accounts Accounts
@@ -28,7 +28,7 @@ func NewFiles(accounts Accounts, user string) (*Files, error) {
 	return &Files{id: id, accounts: accounts}, nil
 }
 
-// Identity is who the operations are done as.
+// Identity is the user whose rights the operations have.
 func (f *Files) Identity() Identity { return f.id }
 
 // FileType is the type of a file.
@@ -96,7 +96,7 @@ func makeInfo(path string, st *unix.Stat_t, names *nameCache) Info {
 	return i
 }
 
-// Stat describes what path leads to.
+// Stat describes the file that path leads to.
 func (f *Files) Stat(path string) (Info, error) { return f.stat(path, 0) }
 
 // Lstat describes path itself, which may be a symbolic link.
@@ -152,7 +152,7 @@ func mkdirExact(path string, mode uint32) error {
 	return unix.Chmod(path, mode)
 }
 
-// mkdirAll makes what is missing, from the top. Parents get 0755.
+// mkdirAll makes missing folders, from the top. Parents get 0755.
 func mkdirAll(path string, mode uint32) error {
 	for i := 1; i <= len(path); i++ {
 		if i < len(path) && path[i] != '/' {
@@ -166,8 +166,8 @@ func mkdirAll(path string, mode uint32) error {
 		if err == nil {
 			continue
 		}
-		// Also when a read-only filesystem or missing rights come first: only what
-		// is missing needs to be made.
+		// mkdir may report a read-only filesystem or missing rights for a folder that
+		// exists. That is no error, because only missing folders need to be made.
 		var st unix.Stat_t
 		if unix.Stat(part, &st) != nil {
 			return failed("make folder", part, err)
@@ -213,7 +213,7 @@ func readlinkat(dirfd int, path string) (string, error) {
 	return string(buf[:n]), nil
 }
 
-// Chmod sets the permission bits of what path leads to.
+// Chmod sets the permission bits of the file that path leads to.
 func (f *Files) Chmod(path string, mode uint32) error {
 	path, err := checkPath("change mode of", path)
 	if err != nil {
@@ -225,8 +225,8 @@ func (f *Files) Chmod(path string, mode uint32) error {
 	return failed("change mode of", path, f.id.do(func() error { return unix.Chmod(path, mode) }))
 }
 
-// Chown sets the owner; "" keeps what it was. Names and numbers are allowed. A
-// symbolic link is changed itself unless follow is set.
+// Chown sets the owner and group; "" leaves either unchanged. Names and numbers are
+// allowed. Unless follow is set, a symbolic link itself is changed.
 func (f *Files) Chown(path, owner, group string, follow bool) error {
 	path, err := checkPath("change owner of", path)
 	if err != nil {
@@ -255,8 +255,8 @@ func (f *Files) Chown(path, owner, group string, follow bool) error {
 	return failed("change owner of", path, err)
 }
 
-// checkPath wants an absolute path and cuts slashes at its end, which would
-// make the kernel follow a symbolic link.
+// checkPath requires an absolute path. It removes trailing slashes, which would make
+// the kernel follow a symbolic link.
 func checkPath(op, path string) (string, error) {
 	switch {
 	case path == "" || path[0] != '/':

@@ -102,7 +102,7 @@ func TestRead(t *testing.T) {
 		err = put(f, path, "x", WriteOptions{NoCreate: true})
 		wantKind(t, err, want)
 		if want == ErrNotFound {
-			want = "" // made by an ordinary write
+			want = "" // an ordinary write creates it
 		}
 		for _, atomic := range []bool{false, true} {
 			if err = put(f, path, "x", WriteOptions{Atomic: atomic}); want != "" {
@@ -224,7 +224,8 @@ func TestAbortLeavesNothing(t *testing.T) {
 	if d, _ := os.ReadDir(dir); len(d) != 1 {
 		t.Errorf("left behind: %v", d)
 	}
-	// Made meanwhile: an exclusive write must not overwrite it at the end.
+	// The file is made meanwhile. An exclusive write must not overwrite it at the
+	// end.
 	w, err = f.OpenWrite(dir+"/x", WriteOptions{Atomic: true, Exclusive: true})
 	if err != nil {
 		t.Fatal(err)
@@ -321,9 +322,9 @@ func TestAsUser(t *testing.T) {
 	}
 	wantKind(t, alice.Chown(dir+"/mine/plain", "root", "", false), ErrPermission)
 	if err := alice.Chown(dir+"/mine/plain", "", "staff", true); err != nil {
-		t.Error(err) // to a group of hers
+		t.Error(err) // to a group that alice is in
 	}
-	// Writing to a setuid file takes the bit away, as when she wrote herself.
+	// Writing to a setuid file clears the bit, as if alice had written herself.
 	suid := writeTestFile(t, dir+"/suid", "x", 0o777)
 	os.Chmod(suid, 0o777|os.ModeSetuid)
 	if err := put(alice, suid, "y", WriteOptions{Mode: WriteAppend}); err != nil {
@@ -332,7 +333,7 @@ func TestAsUser(t *testing.T) {
 	if i, _ := root.Stat(suid); i.Mode != 0o777 {
 		t.Errorf("mode of a setuid file after writing: %o", i.Mode)
 	}
-	// The rights belong to one call: root's are unharmed, also under load.
+	// The rights apply to one call. Root's rights are not affected, even under load.
 	var wg sync.WaitGroup
 	for range 8 {
 		wg.Go(func() {

@@ -16,8 +16,8 @@ import (
 const patience = 60 * time.Second
 
 // helperMode makes the test binary, started again by a test, play the agent in
-// namespaces of its own. An init function and not TestMain: other test files of
-// the package may want that.
+// namespaces of its own. An init function handles it, because other test files of the
+// package may need TestMain.
 const helperMode = "AGENTRUN_GUEST_HELPER"
 
 func init() {
@@ -175,7 +175,7 @@ func newLifeline(t *testing.T) *lifeline {
 	return l
 }
 
-// awaitEnd waits until nobody holds the FIFO any more.
+// awaitEnd waits until no process holds the FIFO any more.
 func (l *lifeline) awaitEnd(t *testing.T) {
 	t.Helper()
 	l.file.SetReadDeadline(time.Now().Add(patience))
@@ -216,7 +216,7 @@ func openDir(t *testing.T) string {
 	return dir
 }
 
-// testAccounts has alice (1234:1234, also of groups staff and audio).
+// testAccounts contains alice (1234:1234, also in the groups staff and audio).
 func testAccounts(t *testing.T) Accounts {
 	t.Helper()
 	dir := openDir(t)

@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// parseIPv6 reads an address in full: eight groups of four digits. Whoever starts
-// the agent writes it so. :: is no address of anybody.
+// parseIPv6 reads an address in full form: eight groups of four digits. The engine
+// and the container's command line write it so. :: is not a valid address here.
 func parseIPv6(s string) (ip [16]byte, ok bool) {
 	const groups, digits = 8, 4
 	if len(s) != groups*digits+groups-1 {
@@ -29,11 +29,11 @@ func parseIPv6(s string) (ip [16]byte, ok bool) {
 	return ip, ip != [16]byte{}
 }
 
-// formatIPv6 writes an address as people do (RFC 5952): the longest run of zero
-// groups is left out.
+// formatIPv6 writes an address in the short form of RFC 5952, without the longest run
+// of zero groups.
 func formatIPv6(ip [16]byte) string {
 	group := func(i int) uint16 { return binary.BigEndian.Uint16(ip[2*i:]) }
-	from, length := 8, 1 // a single zero group stays
+	from, length := 8, 1 // the minimum run is 2: a single zero group is written out
 	for i := range 8 {
 		n := 0
 		for i+n < 8 && group(i+n) == 0 {
@@ -58,8 +58,8 @@ func formatIPv6(ip [16]byte) string {
 	return b.String()
 }
 
-// parseServer reads the address of a DNS server, and returns it as resolv.conf
-// has it.
+// parseServer reads the address of a DNS server, and returns it in the form of
+// resolv.conf.
 func parseServer(s string) (string, bool) {
 	if ip, ok := parseIPv4(s); ok {
 		return formatIPv4(ip), true
@@ -68,8 +68,8 @@ func parseServer(s string) (string, bool) {
 	return formatIPv6(ip), ok
 }
 
-// prepareIPv6 is called before the link is up. All that it has is told: nobody
-// is asked for routers, nor whether an address is free.
+// prepareIPv6 configures IPv6 before the link is up. The address is fixed, so the
+// kernel must not look for routers, nor check whether the address is free.
 func prepareIPv6() error {
 	for _, name := range []string{"accept_ra", "accept_dad", "dad_transmits", "autoconf", "router_solicitations"} {
 		path := "/proc/sys/net/ipv6/conf/" + nic + "/" + name
@@ -90,8 +90,8 @@ func writeSetting(path, value string) error {
 	return err
 }
 
-// setupIPv6 gives eth0, which is up, its address and the default route. The
-// address can be used when it returns.
+// setupIPv6 gives eth0, which is up, its address and the default route. When it
+// returns, the address can be used.
 func setupIPv6(fd int, n *NetConfig) error {
 	ifr, err := unix.NewIfreq(nic)
 	if err != nil {
@@ -138,7 +138,7 @@ func routeRequest(kind uint16, body []byte) error {
 	m := binary.NativeEndian.AppendUint32(nil, uint32(unix.SizeofNlMsghdr+len(body)))
 	m = binary.NativeEndian.AppendUint16(m, kind)
 	m = binary.NativeEndian.AppendUint16(m, flags)
-	m = append(m, make([]byte, 8)...) // sequence and port: there is one request
+	m = append(m, make([]byte, 8)...) // sequence and port are 0, since the socket carries one request
 	if err := unix.Sendto(fd, append(m, body...), 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
 		return err
 	}

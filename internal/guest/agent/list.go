@@ -14,23 +14,23 @@ const (
 	maxListDepth     = 64 // each level holds a descriptor while it is walked
 )
 
-// ListOptions says what to list.
+// ListOptions configures a listing.
 type ListOptions struct {
 	Depth int    // 1 (also 0) lists the folder itself, 2 its subfolders too; at most 64
 	Limit int    // entries per call; 0 is 1000, at most 10000
-	Token string // Listing.Next of the call before; "" begins
+	Token string // Listing.Next of the previous call; "" begins
 }
 
 // Listing is one page.
 type Listing struct {
 	Entries []Info
-	Next    string // "" when this was the last page
+	Next    string // token of the next page; "" on the last page
 }
 
-// List lists a folder, sorted by name, a folder before its own content.
-// Symbolic links are not followed, except path itself. Subfolders that the user
-// may not read are listed without content. Between two pages the folder may
-// change; what does not change is listed exactly once.
+// List lists a folder, sorted by name, a folder before its own content. Symbolic
+// links are not followed, except path itself. Subfolders that the user may not read
+// are listed without content. The folder may change between two pages. Each entry
+// that stays is listed exactly once.
 //
 // However many entries a folder has, only one page of names is held in memory.
 func (f *Files) List(path string, opts ListOptions) (Listing, error) {
@@ -76,19 +76,20 @@ type lister struct {
 	names        nameCache
 	out          []Info
 	last         string // path below root of the last entry in out
-	more         bool   // there is at least one entry behind it
+	more         bool   // at least one more entry follows out
 }
 
-// walk lists the folder open at fd, which it closes, from behind the path
-// after. rel is the folder's path below the root.
+// walk lists the folder open at fd, and closes it. It starts after the path after.
+// rel is the folder's path below the root.
 func (l *lister) walk(fd int, rel string, after []string, depth int) error {
 	defer unix.Close(fd)
 	from := ""
 	if len(after) > 0 {
 		from = after[0]
 	}
-	// One more than fits tells whether there is another page. The first may have
-	// been listed before and only be entered again.
+	// It asks for one name more than fits, to learn whether another page follows. It
+	// asks for yet another one because the first name may have been listed on an
+	// earlier page, and is then only entered again.
 	names, err := smallestNames(fd, from, l.limit-len(l.out)+2)
 	if err != nil {
 		return err
@@ -121,7 +122,7 @@ func (l *lister) walk(fd int, rel string, after []string, depth int) error {
 	return nil
 }
 
-// add appends an entry, or notes that there is one more than fits.
+// add appends an entry, or records that more entries exist than fit.
 func (l *lister) add(fd int, rel, name string, st *unix.Stat_t) bool {
 	if len(l.out) == l.limit {
 		l.more = true
@@ -160,7 +161,7 @@ func smallestNames(fd int, from string, n int) ([]string, error) {
 	return sorted, nil
 }
 
-// nameHeap has the greatest name on top.
+// nameHeap has the largest name on top.
 type nameHeap []string
 
 func (h nameHeap) Len() int           { return len(h) }

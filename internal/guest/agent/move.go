@@ -9,11 +9,10 @@ import (
 // maxCopyDepth bounds the folders a copy holds open, two descriptors each.
 const maxCopyDepth = 256
 
-// Move renames a file, folder or link. It replaces what is at to only if
-// overwrite says so, and then as rename(2): a folder only replaces an empty
-// one. Between filesystems it copies beside the target, renames the copy into
-// place and removes the source; extended attributes and hard links are not
-// carried over then.
+// Move renames a file, folder or link. It replaces an existing file at to only with
+// overwrite. Then the rules of rename(2) apply: a folder only replaces an empty
+// folder. Between filesystems it copies beside the target, renames the copy into
+// place and removes the source. Such a copy loses extended attributes and hard links.
 func (f *Files) Move(from, to string, overwrite bool) error {
 	from, err := checkPath("move", from)
 	if err != nil {
@@ -56,7 +55,7 @@ func (f *Files) Move(from, to string, overwrite bool) error {
 func moveAcross(src int, from string, dst int, to string, overwrite bool) error {
 	if inside, err := isInside(dst, src, from); err != nil || inside {
 		if err == nil {
-			err = syscall.EINVAL // as rename(2) has it
+			err = syscall.EINVAL // as rename(2) does
 		}
 		return err
 	}
@@ -68,7 +67,7 @@ func moveAcross(src int, from string, dst int, to string, overwrite bool) error 
 	}
 	var st unix.Stat_t
 	if !overwrite && unix.Fstatat(dst, to, &st, unix.AT_SYMLINK_NOFOLLOW) == nil {
-		return syscall.EEXIST // before the work; the rename decides
+		return syscall.EEXIST // an early answer before the work; the rename decides in the end
 	}
 	temp := tempName()
 	err := copyAny(src, from, dst, temp, 0)
@@ -79,7 +78,7 @@ func moveAcross(src int, from string, dst int, to string, overwrite bool) error 
 		err = rename(dst, temp, dst, to, overwrite)
 	}
 	if err != nil {
-		_ = removeAny(dst, temp) // best effort: the first error is the one to tell
+		_ = removeAny(dst, temp) // best effort: the first error is returned
 		return err
 	}
 	return removeAny(src, from)

@@ -120,7 +120,7 @@ func TestRemove(t *testing.T) {
 	}
 	wantKind(t, f.Remove("/proc", true), ErrBusy)
 
-	// Deeper than there are descriptors, and than a path can say.
+	// The tree is deeper than the number of descriptors, and than a path can express.
 	fd, err := unix.Open(dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -162,8 +162,8 @@ func TestRemoveStopsAtMounts(t *testing.T) {
 	})
 }
 
-// TestMoveAsUserAcrossFilesystems uses /dev/shm, another filesystem than /tmp
-// on any Linux machine.
+// TestMoveAsUserAcrossFilesystems uses /dev/shm, which is another filesystem than
+// /tmp on any Linux machine.
 func TestMoveAsUserAcrossFilesystems(t *testing.T) {
 	alice := filesAs(t, "alice")
 	dir := openDir(t)

@@ -18,23 +18,23 @@ const (
 	// terminalTail bounds what is taken from a terminal after its process has
 	// ended. The kernel's own bound is 64 KiB of flip buffers plus 4 KiB.
 	terminalTail = 256 << 10
-	// FromEnd attaches a reader behind the last byte, to what comes next.
+	// FromEnd attaches a reader after the last byte, to read later bytes only.
 	FromEnd = int64(-1)
 )
 
-// Output is what a process wrote to one stream: a bounded log with absolute
-// offsets. Its bytes come straight from the pipe into the ring.
+// Output is everything that a process has written to one stream: a bounded log with
+// absolute offsets. Its bytes go straight from the pipe into the ring.
 //
-// While a reader is attached nothing is lost: when the slowest reader has not
-// yet consumed the oldest byte of a full ring, the pipe is not read, and the
-// process blocks as on any pipe. While nobody is attached the oldest bytes make
-// room, and the process never blocks. Consumed bytes stay until they are
-// overwritten, so a reader that lost its connection can come back for them.
+// While a reader is attached nothing is lost. When the ring is full and the slowest
+// reader has not yet consumed its oldest byte, the pipe is not read, and the process
+// blocks as on any pipe. While no reader is attached, new bytes displace the oldest,
+// and the process never blocks. Consumed bytes stay until they are overwritten, so a
+// reader that lost its connection can come back for them.
 //
-// The stream ends when every writer has closed it, or when the exec's own
-// process has ended and what was in the pipe at that moment has been taken. A
-// background child that still holds the stream after that is neither waited for
-// nor killed by SIGPIPE: its later output is read and thrown away.
+// The stream ends when every writer has closed it. It also ends when the exec's own
+// process has ended and the bytes then in the pipe have been taken. A background
+// child that still holds the stream after that is neither waited for nor killed by
+// SIGPIPE. Its later output is read and discarded.
 type Output struct {
 	file *os.File // read end, or the terminal's master
 	raw  syscall.RawConn
@@ -45,16 +45,16 @@ type Output struct {
 	mu       sync.Mutex // protects all following fields
 	buf      []byte     // ring: the byte at offset o lives at o mod len
 	limit    int
-	start    int64 // offset of the oldest byte kept
-	end      int64 // offset behind the newest byte
+	start    int64 // offset of the oldest kept byte
+	end      int64 // offset after the newest byte
 	consumed int64 // highest offset any reader has consumed
 	dropped  int64 // bytes overwritten before any reader consumed them
-	left     int64 // bytes still to be taken once ended; -1 before that
+	left     int64 // bytes still to be taken after the process has ended; -1 before its end
 	eof      bool
 	readers  []*Reader
 }
 
-// OutputStats counts a stream. Final once EOF is true.
+// OutputStats counts the bytes of a stream. The counters are final once EOF is true.
 type OutputStats struct {
 	Bytes   int64 // written by the process
 	Dropped int64 // of these, lost before any reader consumed them
@@ -70,7 +70,7 @@ func newOutput(file *os.File, limit int, tty bool, sink *sink) (*Output, error) 
 	return &Output{file: file, raw: raw, tty: tty, sink: sink, room: make(chan struct{}, 1), limit: limit, left: -1}, nil
 }
 
-// Stats returns the counters as of now.
+// Stats returns the current counters.
 func (o *Output) Stats() OutputStats {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -80,7 +80,7 @@ func (o *Output) Stats() OutputStats {
 type fillResult uint8
 
 const (
-	fillMore  fillResult = iota // took something; there may be more
+	fillMore  fillResult = iota // took some bytes; there may be more
 	fillEmpty                   // the pipe is empty and still open
 	fillFull                    // no room until a reader consumes
 	fillEnd                     // the stream has ended; the pipe may be open
@@ -95,7 +95,7 @@ func (o *Output) pump() {
 	}
 	for got != fillEnd {
 		if o.raw.Read(step) != nil {
-			// Woken by ended: the pipe was empty, or ended has emptied it.
+			// ended woke this goroutine: the pipe was empty, or ended has emptied it.
 			break
 		}
 		if got == fillFull {
@@ -106,8 +106,8 @@ func (o *Output) pump() {
 	o.sink.swallow(o.file, o.raw)
 }
 
-// fill takes what one read gives. The read never blocks, so it may be done
-// under the mutex, straight into the ring.
+// fill takes the bytes of one read. The read never blocks, so it may happen under the
+// mutex, straight into the ring.
 func (o *Output) fill(fd int) fillResult {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -120,7 +120,8 @@ func (o *Output) fillLocked(fd int) fillResult {
 		return fillEnd
 	}
 	if o.buf == nil {
-		// No ring before there is a byte: most streams of most execs stay silent.
+		// The ring is made with the first byte, since most streams of most execs stay
+		// silent.
 		var first [256]byte
 		got, n := o.take(fd, first[:])
 		if got == fillMore {
@@ -143,8 +144,8 @@ func (o *Output) fillLocked(fd int) fillResult {
 	return got
 }
 
-// freeLocked says how many bytes may be written: up to the slowest reader's
-// place, or, with nobody attached, the whole ring once it cannot grow.
+// freeLocked is how many bytes may be written: up to the place of the slowest reader.
+// Without a reader it is the whole ring, once that cannot grow.
 func (o *Output) freeLocked() int {
 	size := int64(len(o.buf))
 	if size < int64(o.limit) {
@@ -170,13 +171,13 @@ func (o *Output) growLocked() {
 	o.buf = bigger
 }
 
-// kept returns the contiguous bytes kept from offset on.
+// kept returns the contiguous bytes from offset on.
 func (o *Output) kept(off int64) []byte {
 	at := int(off % int64(len(o.buf)))
 	return o.buf[at:min(at+int(o.end-off), len(o.buf))]
 }
 
-// take reads once into p, never more than is left.
+// take reads once into p, and never more than o.left.
 func (o *Output) take(fd int, p []byte) (fillResult, int) {
 	if o.left >= 0 && int64(len(p)) > o.left {
 		p = p[:o.left]
@@ -189,14 +190,14 @@ func (o *Output) take(fd int, p []byte) (fillResult, int) {
 		case err == syscall.EAGAIN && o.left < 0:
 			return fillEmpty, 0
 		case err == syscall.EIO && o.tty && o.left < 0:
-			// Nobody has the terminal open, but the process lives: it may be about
-			// to exit, or open /dev/tty again. Closing the master would kill it with
-			// SIGHUP.
+			// No process has the terminal open, but the process lives: it may be
+			// about to exit, or to open /dev/tty again. Closing the master would kill
+			// it with SIGHUP.
 			return fillEmpty, 0
 		case n <= 0:
-			// 0 is the end of a pipe, EIO that of a terminal without a slave, and
-			// EAGAIN that of a stream whose process has ended. No other error can
-			// be repaired by reading again.
+			// 0 is the end of a pipe. EIO is the end of a terminal without a slave.
+			// EAGAIN is the end of a stream whose process has ended. No other error
+			// can be repaired by reading again.
 			o.endLocked()
 			return fillEnd, 0
 		}
@@ -207,7 +208,7 @@ func (o *Output) take(fd int, p []byte) (fillResult, int) {
 	}
 }
 
-// commit accounts for n bytes now in the ring, and for those they overwrote.
+// commit counts n bytes that are now in the ring, and the bytes that they overwrote.
 func (o *Output) commit(n int) {
 	if n == 0 {
 		return
@@ -241,13 +242,14 @@ func (o *Output) finish() {
 	o.mu.Unlock()
 }
 
-// ended is called when the process has been reaped. It takes what is in the
-// pipe at this moment, as far as there is room, so that with nobody attached
-// the counters are final when the exec ends. What an attached reader has no
-// room for is left to the pump, which takes no more than was there now: a
-// background child that writes without end cannot keep the stream open.
+// ended is called when the process has been reaped. It takes the bytes that are in
+// the pipe at this moment, as far as there is room. So the counters are final at the
+// end of the exec if no reader is attached. The bytes that do not fit because of an
+// attached reader are left to the pump. The pump takes no more bytes than the pipe
+// holds now, so a background child that writes without end cannot keep the stream
+// open.
 func (o *Output) ended() {
-	_ = o.raw.Control(func(fd uintptr) { // an error means the pump has seen the end
+	_ = o.raw.Control(func(fd uintptr) { // an error means that the pump has seen the end
 		o.mu.Lock()
 		defer o.mu.Unlock()
 		o.left = terminalTail
@@ -273,8 +275,8 @@ func (o *Output) ended() {
 
 var past = time.Unix(1, 0) // read only
 
-// Attach starts reading at offset from, or behind the newest byte with FromEnd.
-// The reader begins at the oldest byte kept if from is older than that.
+// Attach starts reading at offset from, or after the newest byte with FromEnd. If
+// from is no longer kept, the reader begins at the oldest kept byte.
 func (o *Output) Attach(from int64) (*Reader, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -308,26 +310,27 @@ type Reader struct {
 	closed bool
 }
 
-// Began is the offset at which the reader really began.
+// Began is the offset at which the reader actually began.
 func (r *Reader) Began() int64 { return r.began }
 
-// Lost is how many bytes between the offset asked for and Began were gone.
+// Lost is how many bytes between the requested offset and Began were no longer kept.
 func (r *Reader) Lost() int64 { return r.lost }
 
-// Offset is where the next read begins; attach again from it to continue.
+// Offset is the offset of the next read. A new reader attached there continues this
+// one.
 func (r *Reader) Offset() int64 {
 	r.out.mu.Lock()
 	defer r.out.mu.Unlock()
 	return r.next
 }
 
-// Ready receives after bytes or the end have arrived, and sometimes for
-// nothing. One goroutine can follow several streams: TryRead each until
-// ErrWouldBlock, then select on their Ready channels.
+// Ready receives after bytes or the end have arrived, and sometimes without either.
+// One goroutine can follow several streams: TryRead each until ErrWouldBlock, then
+// select on their Ready channels.
 func (r *Reader) Ready() <-chan struct{} { return r.ready }
 
-// TryRead reads what is there without blocking: ErrWouldBlock when there is
-// nothing yet, io.EOF at the end of the stream, ErrClosed after Close.
+// TryRead reads without blocking. It returns ErrWouldBlock if there are no bytes yet,
+// io.EOF at the end of the stream, and ErrClosed after Close.
 func (r *Reader) TryRead(p []byte) (int, error) {
 	o := r.out
 	o.mu.Lock()
@@ -359,8 +362,8 @@ func (r *Reader) readLocked(p []byte) (int, error) {
 	return n, nil
 }
 
-// Read blocks until there is something to read, the stream ends (io.EOF), the
-// reader is closed (ErrClosed) or stop closes (ErrStopped). A nil stop never does.
+// Read blocks until there are bytes to read, the stream ends (io.EOF), the reader is
+// closed (ErrClosed) or stop closes (ErrStopped). A nil stop never closes.
 func (r *Reader) Read(stop <-chan struct{}, p []byte) (int, error) {
 	for {
 		n, err := r.TryRead(p)
@@ -375,8 +378,8 @@ func (r *Reader) Read(stop <-chan struct{}, p []byte) (int, error) {
 	}
 }
 
-// Close detaches. The process goes on; if nobody else is attached its oldest
-// output makes room again.
+// Close detaches. The process goes on. If no other reader is attached, its oldest
+// output is displaced again.
 func (r *Reader) Close() {
 	o := r.out
 	o.mu.Lock()
@@ -403,8 +406,8 @@ func wake(c chan struct{}) {
 	}
 }
 
-// sink throws away what background children write to a stream that has ended.
-// All streams share its buffer, which exists only once it is needed.
+// sink discards the bytes that background children write to a stream that has ended.
+// All streams share its buffer, which is made on first use.
 type sink struct {
 	mu  sync.Mutex // protects buf
 	buf []byte
@@ -417,7 +420,7 @@ func (s *sink) discard(fd int) (n int, err error) {
 	if s.buf != nil {
 		return unix.Read(fd, s.buf)
 	}
-	// Nothing is known to be there yet: look with one byte first.
+	// There may be no bytes yet, so the first read takes one byte.
 	var one [1]byte
 	if n, err = unix.Read(fd, one[:]); n == 1 {
 		s.buf = make([]byte, 16<<10)
@@ -439,7 +442,7 @@ func (s *sink) swallow(file *os.File, raw syscall.RawConn) {
 			return err != syscall.EAGAIN
 		})
 		if errors.Is(waitErr, os.ErrDeadlineExceeded) {
-			// ended woke the pump after it had come here by itself.
+			// ended has woken the pump, although it had come here by itself.
 			waitErr, n = file.SetReadDeadline(time.Time{}), 1
 		}
 		if waitErr != nil || (n <= 0 && err != syscall.EINTR) {

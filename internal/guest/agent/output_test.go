@@ -62,7 +62,7 @@ func TestLargeOutput(t *testing.T) {
 	}
 }
 
-// pattern prints bytes that tell their own offset: eight-byte decimal numbers.
+// pattern prints bytes that reveal their own offset: eight-byte decimal numbers.
 func pattern(n int) string { return "seq -f %07.0f 0 " + strconv.Itoa(n/8-1) }
 
 func patternAt(off, n int64) string {
@@ -113,7 +113,7 @@ func TestReattach(t *testing.T) {
 	if r.Offset() != 1000 {
 		t.Errorf("offset %d", r.Offset())
 	}
-	// A reader that comes back can have what it had, as long as it is kept.
+	// A reader that comes back can read the same bytes again while they are kept.
 	again := attach(t, p.Stdout(), 8)
 	if again.Began() != 8 || again.Lost() != 0 {
 		t.Errorf("began at %d, lost %d", again.Began(), again.Lost())
@@ -132,13 +132,13 @@ func TestReattach(t *testing.T) {
 	}
 	stop := make(chan struct{})
 	close(stop)
-	// A wake-up may be pending; stop comes through in the end.
+	// A wake-up may be pending, but stop takes effect in the end.
 	if _, err := again.Read(stop, got); err != ErrStopped {
 		t.Errorf("stopped read gave %v", err)
 	}
 	again.Close()
 	again.Close()
-	// Detached, the exec goes on.
+	// Without a reader the exec goes on.
 	p.WriteStdin(nil, []byte("\n"))
 	e := wait(t, p)
 	if e.Stdout.Bytes != 64_004 || e.Stdout.Dropped != 0 {
@@ -159,7 +159,7 @@ func TestStalledReader(t *testing.T) {
 	r := attach(t, stalled.Stdout(), 0)
 	stalled.WriteStdin(nil, []byte("\n"))
 	<-r.Ready() // there is output, and it is not consumed
-	// Neither its other stream nor other execs wait for that.
+	// Neither its other stream nor other execs wait for the stalled reader.
 	until(t, attach(t, stalled.Stderr(), 0), "side")
 	if _, out, _ := run(t, ps, ExecSpec{Argv: sh("echo other")}); out != "other\n" {
 		t.Errorf("other exec printed %q", out)
@@ -174,7 +174,7 @@ func TestStalledReader(t *testing.T) {
 	if s := stalled.Stdout().Stats(); s.Dropped != 0 {
 		t.Errorf("dropped %d bytes under a reader", s.Dropped)
 	}
-	// The connection is lost: it must run to its end by itself.
+	// The connection is lost, and the exec must run to its end by itself.
 	at := r.Offset()
 	r.Close()
 	e := wait(t, stalled)
@@ -245,7 +245,7 @@ func TestGrandchildHoldsStdout(t *testing.T) {
 	if e := wait(t, p); e.Stdout.Bytes != 3 || !e.Stdout.EOF {
 		t.Errorf("counted as %+v", e.Stdout)
 	}
-	// Its output goes nowhere now, but it must not die of SIGPIPE.
+	// Its output is discarded now, but it must not die of SIGPIPE.
 	if err := os.WriteFile(dir+"/go", []byte("\n"), 0); err != nil {
 		t.Fatal(err)
 	}
@@ -282,8 +282,8 @@ func TestGrandchildThatNeverStops(t *testing.T) {
 	life.awaitEnd(t)
 }
 
-// TestOutputAgainstModel drives one ring with random writes, reads, detachments
-// and returns. Every byte is a function of its offset.
+// TestOutputAgainstModel drives one ring with random writes, reads, detachments and
+// new attachments. Every byte is a function of its offset.
 func TestOutputAgainstModel(t *testing.T) {
 	at := func(off int64) byte { return byte(off*31 ^ off>>8) }
 	for seed := range uint64(20) {

@@ -11,13 +11,13 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// A fork answers when it has renewed itself, and what that touches for the
-// first time it pays for: each page is a copy and a fault. So the guest is
-// prepared before it is captured. The files that a renewal changes are open,
-// and are written in place instead of being made anew; and the renewal is
-// rehearsed, so that in a fork no memory is allocated and no stack grows.
+// A fork answers once it has renewed itself. Each page that it touches for the first
+// time costs a copy and a fault. So the guest is prepared before it is captured. The
+// files that a renewal changes are already open, and are written in place instead of
+// being replaced. The renewal is rehearsed, so that a fork allocates no memory and
+// grows no stack.
 
-// The files that are kept open.
+// Indexes of the files that are kept open.
 const (
 	keptHostname = iota
 	keptHosts
@@ -32,11 +32,11 @@ var keptPaths = [numKept]string{"/etc/hostname", "/etc/hosts", "/etc/machine-id"
 type keptFile struct {
 	open bool
 	fd   int
-	st   unix.Stat_t // as it was opened
+	st   unix.Stat_t // state when it was opened
 }
 
-// Prepare makes the next renewal cheap. It changes nothing that can be seen.
-// settle waits until the kernel has done what it puts off.
+// Prepare makes the next renewal cheap. It has no visible effect. With settle it
+// waits until the kernel has done its postponed work.
 func (r *Renewer) Prepare(ctx context.Context, settle bool) error {
 	r.renewing.Lock()
 	defer r.renewing.Unlock()
@@ -72,7 +72,7 @@ func (r *Renewer) Prepare(ctx context.Context, settle bool) error {
 	}
 	clear(req.Entropy)
 	if settle {
-		// Frees what was removed before: a grace period of RCU.
+		// One grace period of RCU frees memory that was removed before.
 		if _, _, errno := unix.Syscall(unix.SYS_MEMBARRIER, membarrierGlobal, 0, 0); errno != 0 && errno != unix.ENOSYS && errno != unix.EINVAL {
 			return failed("settle", "kernel", errno)
 		}
@@ -80,8 +80,8 @@ func (r *Renewer) Prepare(ctx context.Context, settle bool) error {
 	return nil
 }
 
-// keep opens a file that a renewal can write in place: a regular file with one
-// name. Others are replaced when the time comes.
+// keep opens a file that a renewal can write in place: a regular file with one name.
+// A renewal replaces all other files.
 func (r *Renewer) keep(i int) {
 	f := &r.kept[i]
 	var st unix.Stat_t
@@ -104,19 +104,18 @@ func (r *Renewer) keep(i int) {
 	f.open = true
 }
 
-// is reports whether the file that is open has this state, and one name.
+// is reports whether the open file has this state, and one name.
 func (f *keptFile) is(st *unix.Stat_t) bool {
 	return st.Dev == f.st.Dev && st.Ino == f.st.Ino && st.Mode == f.st.Mode && st.Nlink == 1
 }
 
-// freshness is for how long after a look at the paths a file that is open and
-// still has its one name is taken for the one at its path. A fork renews itself
-// within that: its clock, the monotonic one, goes on from where the guest was
-// captured, just after a look. To walk the paths would touch every name on them.
+// freshness is how long after a check of the paths an open file with one name counts
+// as the file at its path. A fork renews itself within that time, because its
+// monotonic clock continues from the capture, which follows a check at once. Walking
+// the paths again would touch every name on them.
 const freshness = time.Second
 
-// current reports whether the file that is open is still the one at its path,
-// and its size.
+// current reports whether the open file is still the one at its path, and its size.
 func (r *Renewer) current(i int) (size int64, ok bool) {
 	f := &r.kept[i]
 	if !f.open {
@@ -130,7 +129,7 @@ func (r *Renewer) current(i int) (size int64, ok bool) {
 	return st.Size, ok
 }
 
-// put gives a file its contents: in place if it is kept, else by replace.
+// put writes the contents of a file: in place if it is kept, otherwise by replace.
 func (r *Renewer) put(i int, data []byte, replace func([]byte) error) error {
 	if size, ok := r.current(i); ok {
 		return r.overwrite(i, size, data)
@@ -138,8 +137,8 @@ func (r *Renewer) put(i int, data []byte, replace func([]byte) error) error {
 	return replace(data)
 }
 
-// contents reads a file that is kept, until the next call; false says that it
-// must be replaced.
+// contents reads a kept file. The result is valid until the next call. false says
+// that the file must be replaced.
 func (r *Renewer) contents(i int) ([]byte, bool) {
 	if _, ok := r.current(i); !ok {
 		return nil, false
@@ -154,14 +153,14 @@ func (r *Renewer) contents(i int) ([]byte, bool) {
 // membarrierGlobal is MEMBARRIER_CMD_GLOBAL of membarrier(2).
 const membarrierGlobal = 1
 
-// maxKept is what is read of a kept file; larger ones are replaced. maxAdded is
-// what a renewal adds to one, at most: two lines of hosts.
+// maxKept bounds the bytes that are read of a kept file; larger files are replaced.
+// maxAdded is the most that a renewal adds to one: two lines of hosts.
 const (
 	maxKept  = 2048
 	maxAdded = 256
 )
 
-// canRehearseName: writing the name again leaves its files as they are.
+// canRehearseName reports whether writing the name again leaves its files unchanged.
 func (r *Renewer) canRehearseName(name string) bool {
 	if !ValidHostname(name) {
 		return false
@@ -174,8 +173,8 @@ func (r *Renewer) canRehearseName(name string) bool {
 	return ok && bytes.Equal(renameInHosts(nil, hosts, []byte(name), name), hosts)
 }
 
-// overwrite changes a kept file of so many bytes in place. One call writes all
-// of it: the kernel lets no reader see half of that.
+// overwrite changes a kept file of the given size in place. A single call writes all
+// of it, and the kernel does not show readers half of one call.
 func (r *Renewer) overwrite(i int, size int64, data []byte) error {
 	fd := r.kept[i].fd
 	if err := rawPwrite(fd, data, 0); err != nil {

@@ -12,7 +12,7 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// prepared is a renewer of a root as boot leaves it, made ready for forks.
+// prepared is the Renewer of a root as boot leaves it, prepared for forks.
 func prepared(t *testing.T) (*Renewer, *fakeInterpreter) {
 	t.Helper()
 	r, k := newTestRenewer(t)
@@ -44,7 +44,8 @@ func statOf(t *testing.T, path string) unix.Stat_t {
 	return st
 }
 
-// TestPrepareChangesNothing that can be seen, but it goes the way of a renewal.
+// TestPrepareChangesNothing: Prepare has no visible effect, but takes the same path
+// as a renewal.
 func TestPrepareChangesNothing(t *testing.T) {
 	r, k := newTestRenewer(t)
 	files := map[string]string{}
@@ -71,8 +72,8 @@ func TestPrepareChangesNothing(t *testing.T) {
 	expectNoLeftovers(t, r.root)
 }
 
-// TestRenewInPlace: after Prepare no file is made, and forks of forks find the
-// files as they should be, whatever the lengths.
+// TestRenewInPlace: after Prepare no file is made, and forks of forks find the right
+// contents, whatever their lengths.
 func TestRenewInPlace(t *testing.T) {
 	r, _ := prepared(t)
 	before := map[string]unix.Stat_t{}
@@ -80,7 +81,7 @@ func TestRenewInPlace(t *testing.T) {
 		before[path] = statOf(t, r.root+path)
 	}
 	for i, name := range []string{"a-name-that-is-quite-long", "b", "fork-1"} {
-		req := renewal(uint64(i + 9)) // the number gets longer, too
+		req := renewal(uint64(i + 9)) // the number gets longer as well
 		req.Hostname = name
 		old := "127.0.1.1\t" + name
 		if _, err := r.Renew(t.Context(), req); err != nil {
@@ -104,8 +105,8 @@ func TestRenewInPlace(t *testing.T) {
 	}
 }
 
-// TestRenewReplacesWhatChanged: a file that is not the one that was opened, or
-// has another name, is replaced and not written to.
+// TestRenewReplacesWhatChanged: a file is replaced and not written to if it is not
+// the opened one, or if it has another name.
 func TestRenewReplacesWhatChanged(t *testing.T) {
 	for name, change := range map[string]func(t *testing.T, path string){
 		"replaced": func(t *testing.T, path string) {
@@ -165,8 +166,8 @@ func TestRenewReplacesWhatChanged(t *testing.T) {
 	}
 }
 
-// TestRenewLooksAgain: a file that was moved away is not written to, but for a
-// moment after the last look at the paths.
+// TestRenewLooksAgain: a file that was moved away is not written to, except for a
+// moment after the last check of the paths.
 func TestRenewLooksAgain(t *testing.T) {
 	r, _ := prepared(t)
 	path := r.root + "/etc/machine-id"
@@ -182,7 +183,8 @@ func TestRenewLooksAgain(t *testing.T) {
 	}
 }
 
-// TestRenewAllocatesNothing: what is allocated in a fork is memory of its own.
+// TestRenewAllocatesNothing: a renewal allocates nothing, since memory that is
+// allocated in a fork is the fork's own.
 func TestRenewAllocatesNothing(t *testing.T) {
 	r, k := prepared(t)
 	r.ioctl = func(int, uint, unsafe.Pointer) error { return nil }
@@ -200,7 +202,7 @@ func TestRenewAllocatesNothing(t *testing.T) {
 	}
 }
 
-// TestServerPrepare: it is there for the host, and refused outside of a VM.
+// TestServerPrepare: the host can call Prepare. Outside of a VM it is refused.
 func TestServerPrepare(t *testing.T) {
 	r, k := newTestRenewer(t)
 	c, _ := dialServer(t, serve(t, &Server{Renewer: r}))

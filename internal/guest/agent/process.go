@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// ExecSpec says what to run.
+// ExecSpec describes an exec.
 type ExecSpec struct {
 	ID       string   // chosen by the caller; "" lets the agent choose one
 	Argv     []string // Argv[0] is looked up in PATH of the resulting environment
@@ -31,7 +31,7 @@ type Exit struct {
 	TimedOut bool // killed because ExecSpec.Timeout had passed
 	User     time.Duration
 	System   time.Duration
-	MaxRSS   int64 // bytes; never less than the agent's own, whose memory the child had until its exec
+	MaxRSS   int64 // bytes; never less than the agent's own, whose memory the child shared until its exec
 	Wall     time.Duration
 	Stdout   OutputStats
 	Stderr   OutputStats
@@ -42,7 +42,7 @@ type Scope uint8
 
 // The scopes of Signal.
 const (
-	ScopeProcess Scope = iota // the process started
+	ScopeProcess Scope = iota // the started process
 	ScopeGroup                // its process group
 	ScopeSession              // every process of its session
 )
@@ -58,11 +58,11 @@ type Process struct {
 	stdin   *input  // nil when standard input is closed
 	master  *os.File
 	done    chan struct{}
-	// clockJumps is that of Config.
+	// clockJumps is Config.ClockJumps.
 	clockJumps bool
 
 	mu       sync.Mutex // protects all following fields
-	reaped   bool       // the pid may belong to someone else
+	reaped   bool       // the pid may belong to another process
 	timedOut bool
 	timer    *countdown
 	exit     Exit // without the output's counters
@@ -74,19 +74,19 @@ func (p *Process) ID() string { return p.id }
 // PID is the process id, which is also its process group and session id.
 func (p *Process) PID() int { return p.pid }
 
-// Spec is what was started.
+// Spec is the spec that the exec was started with.
 func (p *Process) Spec() ExecSpec { return p.spec }
 
 // Started is when the program was started.
 func (p *Process) Started() time.Time { return p.started }
 
-// Stdout is what it wrote to standard output or to its terminal.
+// Stdout is everything that it wrote to standard output or to its terminal.
 func (p *Process) Stdout() *Output { return p.stdout }
 
-// Stderr is what it wrote to standard error; nil with a terminal.
+// Stderr is everything that it wrote to standard error; nil with a terminal.
 func (p *Process) Stderr() *Output { return p.stderr }
 
-// Readers are one reader on each output of a process.
+// Readers holds one reader on each output of a process.
 type Readers struct {
 	Stdout *Reader
 	Stderr *Reader // nil with a terminal
@@ -116,12 +116,12 @@ func (p *Process) Attach(stdoutFrom, stderrFrom int64) (Readers, error) {
 	return r, nil
 }
 
-// Done closes when the process has ended. With no reader attached the output
-// is complete by then; an attached reader goes on until io.EOF.
+// Done closes when the process has ended. Without an attached reader the output is
+// complete by then. An attached reader goes on until io.EOF.
 func (p *Process) Done() <-chan struct{} { return p.done }
 
-// Exit says how it ended; false while it runs. The output's counters are final
-// once their EOF is true.
+// Exit is how the process ended; false while it runs. The counters of its output are
+// final once their EOF is true.
 func (p *Process) Exit() (Exit, bool) {
 	select {
 	case <-p.done:
@@ -142,11 +142,10 @@ func (p *Process) Exit() (Exit, bool) {
 	return e, true
 }
 
-// WriteStdin writes all of b, waiting for the process to make room until stop
-// closes (ErrStopped). It fails with ErrEnded after the process has ended and
-// with ErrClosed after CloseStdin or when the process has closed its end, which
-// it also does while it is dying. The count says how many bytes were taken in
-// any case.
+// WriteStdin writes all of b, and waits until the process makes room or stop closes
+// (ErrStopped). It fails with ErrEnded after the process has ended. It fails with
+// ErrClosed after CloseStdin, or once the process has closed its end, which it also
+// does while it is dying. The count is valid in each case.
 func (p *Process) WriteStdin(stop <-chan struct{}, b []byte) (int, error) {
 	if p.stdin == nil {
 		return 0, fail(ErrClosed, "write stdin of exec", p.id, "it was started with closed stdin")
@@ -167,7 +166,7 @@ func (p *Process) stdinErr(op string, err error) error {
 	var own *Error
 	var kind Kind
 	if errors.As(err, &own) || !errors.As(err, &kind) {
-		return err // nil, or it names its thing already
+		return err // nil, or an error that names its thing already
 	}
 	if kind == ErrClosed {
 		p.mu.Lock()
@@ -194,7 +193,7 @@ func (p *Process) Resize(rows, cols uint16) error {
 	return &Error{Kind: ErrEnded, Op: "resize exec", Thing: p.id}
 }
 
-// Signal sends sig. ErrEnded says that nobody was left to receive it. A process
+// Signal sends sig. ErrEnded says that no process was left to receive it. A process
 // that made a session of its own (setsid) is out of reach of every scope.
 func (p *Process) Signal(sig syscall.Signal, scope Scope) error {
 	if sig < 0 || sig > 64 || scope > ScopeSession {
@@ -211,8 +210,8 @@ func (p *Process) Signal(sig syscall.Signal, scope Scope) error {
 		err = syscall.Kill(p.pid, sig)
 		sent = err == nil
 	case p.reaped && pidInUse(p.pid):
-		// The kernel gives a pid to nobody else while a group or a session of that
-		// number has members. Someone has it, so ours are gone.
+		// The kernel does not reuse a pid while a group or a session of that number
+		// has members. Another process has the pid now, so ours are gone.
 	case scope == ScopeGroup:
 		err = syscall.Kill(-p.pid, sig)
 		sent = err == nil
@@ -244,10 +243,10 @@ func (p *Process) expire() {
 	p.mu.Lock()
 	p.timedOut = !p.reaped
 	p.mu.Unlock()
-	_ = p.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it was faster
+	_ = p.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it has ended
 }
 
-// reap takes the status of the ended process, if it has ended.
+// reap takes the status of the process, if it has ended.
 func (p *Process) reap() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -264,7 +263,7 @@ func (p *Process) reap() bool {
 		p.timer = nil
 	}
 	if err != nil {
-		// Someone else in this process took the status; it is lost.
+		// Other code in this process has taken the status; it is lost.
 		p.exit.Code = -1
 		return true
 	}
@@ -280,7 +279,7 @@ func (p *Process) reap() bool {
 	return true
 }
 
-// finish closes what belonged to the process and announces its end.
+// finish closes the process's files and announces its end.
 func (p *Process) finish() {
 	if p.stdin != nil && p.master == nil {
 		_ = p.stdin.file.Close() // fails if CloseStdin was faster

@@ -180,10 +180,10 @@ func TestStartErrors(t *testing.T) {
 	}
 }
 
-// TestChildIsClean: nothing of the agent but the three streams gets into a
-// program, which leads its own session and group.
+// TestChildIsClean: a program inherits only the three streams from the agent, and
+// leads its own session and group.
 func TestChildIsClean(t *testing.T) {
-	// What this test process got from its own parent is not the agent's doing.
+	// Files that this test process inherited do not come from the agent.
 	if err := unix.CloseRange(3, math.MaxUint32, unix.CLOSE_RANGE_CLOEXEC); err != nil {
 		t.Fatal(err)
 	}
@@ -231,7 +231,7 @@ func TestLimitsAndIDs(t *testing.T) {
 	for _, id := range []string{"a", "c", "d", "e"} {
 		wait(t, start(t, ps, ExecSpec{ID: id, Argv: []string{"true"}}))
 	}
-	// The reaper has remembered "e" only after Done; a further exec waits for it.
+	// The reaper remembers "e" only after Done, so the test waits for a further exec.
 	wait(t, start(t, ps, ExecSpec{Argv: []string{"true"}}))
 	if _, err := ps.Get("c"); err == nil {
 		t.Error("the oldest ended exec is still remembered")
@@ -325,7 +325,7 @@ func TestStdinThatNobodyReads(t *testing.T) {
 		n, err := p.WriteStdin(stop, make([]byte, 1<<20))
 		first <- result{n, err}
 	}()
-	// Others run meanwhile.
+	// Other execs run meanwhile.
 	if e, _, _ := run(t, ps, ExecSpec{Argv: []string{"true"}}); e.Code != 0 {
 		t.Errorf("true: %+v", e)
 	}
@@ -345,7 +345,7 @@ func TestStdinThatNobodyReads(t *testing.T) {
 		t.Fatal(err)
 	}
 	wait(t, p)
-	// Its end of the pipe is closed a moment before it can be waited for.
+	// The process's end of the pipe is closed a moment before it can be waited for.
 	if err := (<-second).err; !errors.Is(err, ErrEnded) && !errors.Is(err, ErrClosed) {
 		t.Errorf("writing to a killed process: %v", err)
 	}
@@ -395,7 +395,7 @@ func TestGroupAndSessionKill(t *testing.T) {
 	wait(t, p)
 	life.awaitEnd(t)
 
-	// What a process left behind can be reached after its end.
+	// Processes that an exec left behind can be signalled after its end.
 	for _, scope := range []Scope{ScopeGroup, ScopeSession} {
 		life = newLifeline(t)
 		p = start(t, ps, ExecSpec{Argv: sh("exec 9>" + life.path + "; sleep 1000 &")})
@@ -465,7 +465,7 @@ func TestCloseKillsAndRefuses(t *testing.T) {
 	wantKind(t, err, ErrShuttingDown)
 }
 
-// TestDescriptorsAreFreed counts what the agent holds before and after.
+// TestDescriptorsAreFreed counts the agent's descriptors before and after.
 func TestDescriptorsAreFreed(t *testing.T) {
 	ps := newProcesses(t, Config{})
 	count := func() int {
@@ -482,7 +482,7 @@ func TestDescriptorsAreFreed(t *testing.T) {
 		ps.Start(ExecSpec{Argv: []string{"no-such-program"}})
 		ps.Start(ExecSpec{Argv: []string{"/etc/passwd"}})
 	}
-	// The pumps close their files on their own time.
+	// The pumps close their files a little later.
 	for deadline := time.Now().Add(patience); count() > before; {
 		if time.Now().After(deadline) {
 			t.Fatalf("%d descriptors before, %d after", before, count())

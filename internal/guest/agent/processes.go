@@ -11,10 +11,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Config says how a Processes behaves. The zero value is usable.
+// Config configures a Processes. The zero value is usable.
 type Config struct {
-	// Log receives what nobody is there to be told otherwise. A plain function:
-	// log/slog formats with fmt and reflection. nil is silence.
+	// Log receives messages that no caller would get otherwise. It is a plain
+	// function because log/slog formats with fmt and reflection. nil discards them.
 	Log func(msg string)
 
 	MaxProcesses int // execs running at once; default 512
@@ -24,17 +24,17 @@ type Config struct {
 	// Env is the base environment of every exec, under ExecSpec.Env.
 	Env []string
 
-	// Orphans makes the reaper take every child of this OS process, also those
-	// it did not start: PID 1, and a child subreaper, must set it. It takes the
-	// exit status away from anything else that waits for a child, such as
-	// os/exec. Without it only the execs started here are waited for, so that
-	// several Processes and os/exec can live in one program.
+	// Orphans makes the reaper take every child of this OS process, even children
+	// that it did not start. PID 1 and a child subreaper must set it. It takes the
+	// exit status away from other code that waits for a child, such as os/exec.
+	// Without it only the execs started here are waited for, so that several
+	// Processes and os/exec can live in one program.
 	Orphans bool
 
 	Accounts Accounts // where users and groups are read
 
-	// ClockJumps says that the monotonic clock counts the time in which the
-	// sandbox stood still, or was not there: timeouts must not.
+	// ClockJumps says that the monotonic clock counts the time in which the sandbox
+	// stood still or did not exist. Timeouts must not count that time.
 	ClockJumps bool
 }
 
@@ -54,9 +54,9 @@ type Processes struct {
 	close chan struct{} // closed by Close
 	gone  chan struct{} // closed when the reaper has returned
 
-	// birth is held for reading from fork until the child is registered, and for
-	// writing while children are waited for: a child that dies at once is not
-	// mistaken for an orphan.
+	// birth is held for reading from the fork of a child until the child is
+	// registered, and for writing while children are waited for. So a child that dies
+	// at once is not mistaken for an orphan.
 	birth sync.RWMutex
 
 	mu        sync.Mutex // protects all following fields
@@ -68,7 +68,7 @@ type Processes struct {
 	ended     []string // ids in the order of their end
 	nextID    uint64
 	down      bool
-	childless []chan struct{} // closed when no child is left; see awaitChildless
+	childless []chan struct{} // closed when this process has no children; see awaitChildless
 }
 
 // NewProcesses starts the reaper.
@@ -96,12 +96,12 @@ func NewProcesses(cfg Config) *Processes {
 	return ps
 }
 
-// Close kills what still runs, and stops the reaper once it has ended. For
-// tests and for an agent that is not PID 1; PID 1 uses Shutdown.
+// Close kills the running execs, and stops the reaper once they have ended. It is for
+// tests and for an agent that is not PID 1. PID 1 uses Shutdown.
 func (ps *Processes) Close() {
 	ps.refuse()
 	for _, p := range ps.running() {
-		_ = p.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it was faster
+		_ = p.Signal(syscall.SIGKILL, ScopeSession) // ErrEnded: it has ended
 		<-p.Done()
 	}
 	signal.Stop(ps.chld)
@@ -114,7 +114,7 @@ func (ps *Processes) refuse() {
 	ps.mu.Lock()
 	ps.down = true
 	ps.mu.Unlock()
-	// Whoever is forking right now has registered its child after this.
+	// After this, every Start that was forking has registered its child.
 	ps.birth.Lock()
 	ps.birth.Unlock() //nolint:staticcheck // only waits
 }
@@ -125,8 +125,8 @@ func (ps *Processes) log(msg string) {
 	}
 }
 
-// SetEnv replaces the base environment of the execs started from now on. A fork
-// gets its own environment this way.
+// SetEnv replaces the base environment of the execs started from now on. A fork gets
+// its own environment through it.
 func (ps *Processes) SetEnv(env []string) error {
 	if err := checkEnv(env); err != nil {
 		return err
@@ -163,7 +163,7 @@ func (ps *Processes) List() []*Process {
 	return list
 }
 
-// running returns what has not been reaped, interpreters too.
+// running returns all processes that were not reaped, including interpreters.
 func (ps *Processes) running() []*Process {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
@@ -174,7 +174,7 @@ func (ps *Processes) running() []*Process {
 	return list
 }
 
-// Forget frees an ended exec and its output before its turn.
+// Forget frees an ended exec and its output ahead of time.
 func (ps *Processes) Forget(id string) error {
 	p, err := ps.Get(id)
 	if err != nil {
@@ -197,17 +197,18 @@ func (ps *Processes) Forget(id string) error {
 	return nil
 }
 
-// Start runs a program. With nobody attached it never blocks on its output, of
-// which only the last Config.OutputLimit bytes are kept. The errors are ErrNotFound, ErrPermission,
-// ErrIsDirectory, ErrNotExecutable, ErrBadInterpreter, ErrBadUser, ErrBadDir,
-// ErrTooMany, ErrTooLarge, ErrDuplicateID, ErrInvalid and ErrShuttingDown.
+// Start runs a program. Without an attached reader the program never blocks on its
+// output, and only the last Config.OutputLimit bytes are kept. The errors are
+// ErrNotFound, ErrPermission, ErrIsDirectory, ErrNotExecutable, ErrBadInterpreter,
+// ErrBadUser, ErrBadDir, ErrTooMany, ErrTooLarge, ErrDuplicateID, ErrInvalid and
+// ErrShuttingDown.
 func (ps *Processes) Start(spec ExecSpec) (*Process, error) {
 	return ps.startWith(spec, nil)
 }
 
-// StartAttached is Start with a reader on each output since before the first
-// byte, so that nothing is lost however much the program writes at once. The
-// caller must close the readers.
+// StartAttached is Start with a reader attached to each output before the first byte.
+// So nothing is lost, however much the program writes at once. The caller must close
+// the readers.
 func (ps *Processes) StartAttached(spec ExecSpec) (*Process, Readers, error) {
 	var r Readers
 	p, err := ps.startWith(spec, func(p *Process) (err error) {
@@ -220,8 +221,8 @@ func (ps *Processes) StartAttached(spec ExecSpec) (*Process, Readers, error) {
 	return p, r, nil
 }
 
-// startWith calls prepare, unless it is nil, before the program runs. What
-// prepare attaches to is dropped together with the process if it cannot run.
+// startWith calls prepare, unless it is nil, before the program runs. If the program
+// cannot run, the readers that prepare attached are dropped with the process.
 func (ps *Processes) startWith(spec ExecSpec, prepare func(*Process) error) (*Process, error) {
 	if err := checkSpec(&spec); err != nil {
 		return nil, err
@@ -240,7 +241,7 @@ func (ps *Processes) startWith(spec ExecSpec, prepare func(*Process) error) (*Pr
 	return p, err
 }
 
-// reserve takes the id and a place among the running, and returns the base
+// reserve takes the id and a place among the running execs, and returns the base
 // environment.
 func (ps *Processes) reserve(spec *ExecSpec) ([]string, error) {
 	ps.mu.Lock()
@@ -277,15 +278,15 @@ func (ps *Processes) start(spec ExecSpec, base []string, prepare func(*Process) 
 		return nil, err
 	}
 	p := &Process{id: spec.ID, spec: spec, done: make(chan struct{}), clockJumps: ps.cfg.ClockJumps}
-	p.spec.Env = nil // it may hold secrets, and is not needed again
+	p.spec.Env = nil // it may hold secrets, and is no longer needed
 	s := stdio{limit: ps.cfg.OutputLimit, sink: &ps.sink}
 	defer s.closeChild()
 	if err := s.open(p, &id); err != nil {
 		s.closeParent()
 		return nil, err
 	}
-	// Before the fork and not just before the pumps: the reaper, too, takes
-	// output when the program ends at once.
+	// This happens before the fork and not just before the pumps start, because the
+	// reaper takes output as well when the program ends at once.
 	if prepare != nil {
 		if err := prepare(p); err != nil {
 			s.closeParent()

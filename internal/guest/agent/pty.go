@@ -19,7 +19,7 @@ func openTerminal(rows, cols uint16, id *Identity) (master *os.File, slave int, 
 	master = os.NewFile(uintptr(fd), "terminal")
 	defer func() {
 		if err != nil {
-			_ = master.Close() // the first error is the one to tell
+			_ = master.Close() // the first error is returned
 		}
 	}()
 	if err = unix.IoctlSetPointerInt(fd, unix.TIOCSPTLCK, 0); err != nil {
@@ -33,7 +33,7 @@ func openTerminal(rows, cols uint16, id *Identity) (master *os.File, slave int, 
 		return nil, -1, failed("open terminal", "slave of /dev/ptmx", errno)
 	}
 	slave = int(peer)
-	// A program must be able to open its own terminal again by name.
+	// A program must be able to reopen its own terminal by name.
 	if err = unix.Fchown(slave, int(id.UID), ttyGroup(id)); err == nil {
 		err = unix.Fchmod(slave, 0o620)
 	}

@@ -51,8 +51,8 @@ func TestTerminal(t *testing.T) {
 	wantKind(t, p.Resize(1, 1), ErrInvalid)
 }
 
-// TestTerminalClosedByItsProcess: a program that closes all its standard
-// streams and goes on must not be hung up, and can come back to its terminal.
+// TestTerminalClosedByItsProcess: a program that closes all its standard streams and
+// goes on must not get SIGHUP, and can open its terminal again.
 func TestTerminalClosedByItsProcess(t *testing.T) {
 	ps := newProcesses(t, Config{})
 	life := newLifeline(t)

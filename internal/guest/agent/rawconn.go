@@ -9,10 +9,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Conn is a stream socket that waits in the runtime's epoll and moves bytes
-// with raw system calls. A call that goes through the Go scheduler wakes its
-// monitor thread after an idle time, which costs a thread switch for every
-// ping; a raw call does not, and as the socket never blocks it holds nothing up.
+// Conn is a stream socket that waits in the runtime's epoll and moves bytes with raw
+// system calls. A call that goes through the Go scheduler wakes its monitor thread
+// after an idle time, which costs a thread switch for every ping. A raw call does
+// not, and since the socket never blocks, it delays nothing.
 //
 // One goroutine may read and one may write at a time. Close ends both.
 type Conn struct {
@@ -111,7 +111,7 @@ func (c *Conn) Close() error { return c.file.Close() }
 // SyscallConn lets guestrpc write without waiting.
 func (c *Conn) SyscallConn() (syscall.RawConn, error) { return c.raw, nil }
 
-// CloseWrite tells the other end that nothing more comes.
+// CloseWrite tells the other end that no more bytes will come.
 func (c *Conn) CloseWrite() error {
 	var shutErr error
 	err := c.raw.Control(func(fd uintptr) { shutErr = unix.Shutdown(int(fd), unix.SHUT_WR) })

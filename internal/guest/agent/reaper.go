@@ -45,9 +45,9 @@ func (ps *Processes) reapAll() {
 	}
 }
 
-// reapChildren takes every ended child, orphans too. It first looks who has
-// ended and leaves it a zombie (WNOWAIT), and takes the status under that
-// exec's mutex: nobody can signal a pid that was just given back.
+// reapChildren takes every ended child, including orphans. It first finds an ended
+// child and leaves it a zombie (WNOWAIT). Then it takes the status under that exec's
+// mutex, so that a pid that was just freed cannot be signalled.
 func (ps *Processes) reapChildren() (ended []*Process, none bool) {
 	for {
 		pid, err := endedChild()
@@ -62,7 +62,7 @@ func (ps *Processes) reapChildren() (ended []*Process, none bool) {
 		delete(ps.byPID, pid)
 		ps.mu.Unlock()
 		if p == nil {
-			_, _ = wait4(pid, nil, nil) // an orphan's status interests nobody
+			_, _ = wait4(pid, nil, nil) // nobody needs the status of an orphan
 		} else if p.reap() {
 			ended = append(ended, p)
 		}
@@ -87,7 +87,7 @@ func (ps *Processes) remember(p *Process) {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
 	if ps.byID[p.id] != p {
-		return // forgotten between its end and now
+		return // Forget was called between its end and now
 	}
 	ps.ended = append(ps.ended, p.id)
 	for len(ps.ended) > max(ps.cfg.KeepEnded, 0) {
@@ -96,15 +96,15 @@ func (ps *Processes) remember(p *Process) {
 	}
 }
 
-// awaitChildless returns a channel that closes when this OS process has no
-// child left. For PID 1 that is when every process has ended: whoever loses its
-// parent becomes its child. Only with Config.Orphans.
+// awaitChildless returns a channel that closes when this OS process has no child
+// left. For PID 1 that is when every other process has ended, since a process that
+// loses its parent becomes its child. It needs Config.Orphans.
 func (ps *Processes) awaitChildless() <-chan struct{} {
 	c := make(chan struct{})
 	ps.mu.Lock()
 	ps.childless = append(ps.childless, c)
 	ps.mu.Unlock()
-	// There may be none already, and then no SIGCHLD either.
+	// There may be no children already, and then no SIGCHLD comes either.
 	select {
 	case ps.chld <- syscall.SIGCHLD:
 	default:

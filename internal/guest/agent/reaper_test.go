@@ -43,8 +43,8 @@ func TestParseStat(t *testing.T) {
 	}
 }
 
-// TestOrphansAreReaped plays PID 1 in a process of its own, which would
-// otherwise take the children of os/exec away from other tests.
+// TestOrphansAreReaped plays PID 1 in a process of its own. Otherwise it would take
+// the children of os/exec away from other tests.
 func TestOrphansAreReaped(t *testing.T) {
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), helperMode+"=orphans")
@@ -60,7 +60,7 @@ func helpOrphans() error {
 	ps := NewProcesses(Config{Orphans: true})
 	var execs []*Process
 	for i := range 20 {
-		// Each leaves a process whose parent is gone, and dies at once.
+		// Each process leaves an orphan, and dies at once.
 		p, err := ps.Start(ExecSpec{Argv: sh("(setsid sh -c 'exit 3' &) & exit " + strconv.Itoa(i))})
 		if err != nil {
 			return err
@@ -81,7 +81,7 @@ func helpOrphans() error {
 	if _, err := unix.Wait4(-1, nil, unix.WNOHANG, nil); err != unix.ECHILD {
 		return errors.New("a zombie is left")
 	}
-	// A failed start leaves none either, although the child had been forked.
+	// A failed start leaves no child either, although the child had been forked.
 	if _, err := ps.Start(ExecSpec{Argv: []string{"/etc/passwd"}}); err == nil || !strings.Contains(err.Error(), "permission") {
 		return errors.New("started /etc/passwd")
 	}

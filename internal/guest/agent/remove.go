@@ -6,9 +6,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Remove removes a file, link or empty folder; with recursive also what is in
-// it. It never follows a symbolic link, and refuses to remove, or to go into,
-// anything that is mounted: "/", /proc, /sys, /dev, a volume.
+// Remove removes a file, link or empty folder. With recursive it also removes the
+// contents of a folder. It never follows a symbolic link. It refuses to remove or to
+// enter a mount point: "/", /proc, /sys, /dev, a volume.
 func (f *Files) Remove(path string, recursive bool) error {
 	path, err := checkPath("remove", path)
 	if err != nil {
@@ -63,8 +63,8 @@ func removeAny(dir int, name string) error {
 	return removeTree(dir, name)
 }
 
-// removeOne removes what is not a folder with content; for such a folder it
-// says so. Nobody needs the right to read an empty folder to remove it.
+// removeOne removes dir/name, unless it is a folder with contents; then it returns
+// descend. Removing an empty folder takes no right to read it.
 func removeOne(dir int, name string) (descend bool, err error) {
 	err = unix.Unlinkat(dir, name, 0)
 	if err != syscall.EISDIR {
@@ -86,10 +86,10 @@ type level struct {
 	dev, ino uint64
 }
 
-// removeTree empties and removes dir/name. Only one folder is open at a time,
-// however deep the tree: the way back up is "..", and it is checked to lead
-// where we came from, so that a folder moved away meanwhile cannot make us
-// remove something else.
+// removeTree empties and removes dir/name. Only one folder is open at a time, however
+// deep the tree: the way back up is "..", and it is checked to lead where we came
+// from, so that a folder that is moved away meanwhile cannot lead to the removal of
+// other files.
 func removeTree(dir int, name string) error {
 	var way []level
 	fd, err := openFolder(dir, name)

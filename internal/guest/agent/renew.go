@@ -14,24 +14,24 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// Renewer gives a fork an identity of its own, before anybody uses the fork.
+// Renewer gives a fork an identity of its own, before the fork is used.
 //
 // A fork begins with its parent's memory. AgentRun's own kernel notices that by
-// itself before anything is drawn from it (guest/kernel/patches); others go on
+// itself before anything is drawn from it (guest/kernel/patches). Other kernels go on
 // with their parent's random numbers until they are told. Renewing reseeds the
-// kernel's generator in any case: what comes from getrandom(2) and /dev/urandom
-// after it differs. It does not reach what a process
-// has drawn before and keeps in its own memory, nor generators that run there:
-// OpenSSL in a warmed-up process (which reseeds for fork(2), but does not see
-// this one), Java's SecureRandom, Python's random, math/rand. A template should
-// seed those, or start what uses them, only in the fork.
+// kernel's generator in any case: numbers from getrandom(2) and /dev/urandom differ
+// after it. It does not reach numbers that a process has drawn before and keeps in
+// its own memory. Nor does it reach generators that run in processes: OpenSSL in a
+// warmed-up process (which reseeds for fork(2), but does not see this one), Java's
+// SecureRandom, Python's random, math/rand. A template should seed those, or start
+// the programs that use them, only in the fork.
 //
-// For programs that cannot, there is /run/agentrun/generation: a number in
-// decimal, 0 from boot on and higher in every fork, written after all the rest
-// is renewed. A watch (inotify(7)) of the folder sees IN_MODIFY of the name, or
-// IN_MOVED_TO where the guest was not prepared for the fork.
+// For programs that cannot wait until then, there is /run/agentrun/generation: a
+// decimal number, 0 from boot on and higher in every fork, written after everything
+// else is renewed. A watch (inotify(7)) of the folder sees IN_MODIFY of the name, or
+// IN_MOVED_TO if the guest was not prepared for the fork.
 type Renewer struct {
-	root   string // before /etc and /run; empty but in tests
+	root   string // prefix of /etc and /run; empty except in tests
 	random string // the kernel's generator
 
 	// System calls that tests cannot make, or cannot make fail.
@@ -39,37 +39,36 @@ type Renewer struct {
 	setClock    func(clock int32, to *unix.Timespec) error
 	setHostname func(name string) error
 
-	// hosts says that the generator and the wall clock are the host's: they
-	// are looked at, not set.
+	// hosts says that the generator and the wall clock are the host's. They are
+	// checked, not set.
 	hosts bool
 
 	generation atomic.Uint64
 
 	renewing sync.Mutex // serializes Renew and Prepare; protects all following fields
 	kept     [numKept]keptFile
-	looked   time.Time // when kept were last seen to be what is at their paths
-	device   int       // random, once it is open; else -1
+	looked   time.Time // when the kept files were last seen at their paths
+	device   int       // descriptor of random once it is open; -1 before
 
-	// Renewals need no memory but this: what is allocated for the first time
-	// in a fork is a page that the fork has of its own.
+	// Renewals use only this memory: memory that is allocated for the first time in a
+	// fork is a page of the fork's own.
 	clock   unix.Timespec
 	scratch [maxKept + maxAdded]byte
-	buf     [maxKept]byte // of contents
+	buf     [maxKept]byte // result of contents
 }
 
-// NewRenewer returns the one that renews this machine.
+// NewRenewer returns the Renewer of this machine.
 func NewRenewer() *Renewer {
 	return &Renewer{device: -1, random: "/dev/random", ioctl: rawIoctl, setClock: rawSetClock, setHostname: SetHostname}
 }
 
-// Generation is that of the last renewal that was completed; 0 before.
+// Generation is the generation of the last completed renewal; 0 before the first.
 func (r *Renewer) Generation() uint64 { return r.generation.Load() }
 
-// Renew does what is asked for, in an order in which a failure leaves nothing
-// that looks like a complete fork: the generator before everything else, the
-// generation after it. It stops at the first failure. What was done stays
-// done, the generation stays what it was: the fork must not be used. The
-// entropy is wiped in any case.
+// Renew applies a request in an order in which a failure leaves nothing that looks
+// like a complete fork: the generator before everything else, the generation after
+// it. It stops at the first failure. Completed steps stay, and the generation stays
+// as it was, so the fork must not be used. The entropy is wiped in any case.
 func (r *Renewer) Renew(ctx context.Context, req *guestrpc.RenewRequest) (guestrpc.RenewReply, error) {
 	defer clear(req.Entropy)
 	var reply guestrpc.RenewReply
@@ -79,7 +78,7 @@ func (r *Renewer) Renew(ctx context.Context, req *guestrpc.RenewRequest) (guestr
 	r.renewing.Lock()
 	defer r.renewing.Unlock()
 	if err := ctx.Err(); err != nil {
-		return reply, err // the host has given up while another renewal went on
+		return reply, err // the host has given up during another renewal
 	}
 	if now := r.Generation(); req.Generation <= now {
 		return reply, fail(ErrInvalid, "renew as generation", strconv.FormatUint(req.Generation, 10),
@@ -88,7 +87,7 @@ func (r *Renewer) Renew(ctx context.Context, req *guestrpc.RenewRequest) (guestr
 	return r.apply(req)
 }
 
-// apply does what is asked for.
+// apply applies the request.
 func (r *Renewer) apply(req *guestrpc.RenewRequest) (guestrpc.RenewReply, error) {
 	var none, reply guestrpc.RenewReply
 	reseed, stepClock := r.reseed, r.stepClock
@@ -129,7 +128,7 @@ func (r *Renewer) apply(req *guestrpc.RenewRequest) (guestrpc.RenewReply, error)
 // machineIDMode is that of machine-id(5).
 const machineIDMode = 0o444
 
-// checkRenewal refuses what could only be done in part.
+// checkRenewal refuses a request that could only be applied in part.
 func checkRenewal(req *guestrpc.RenewRequest) error {
 	const op = "renew"
 	switch n := len(req.Entropy); {
@@ -150,16 +149,16 @@ func validMachineID(s string) bool {
 	return len(s) == 32 && only(s, func(c byte) bool { return c >= '0' && c <= '9' || c >= 'a' && c <= 'f' }, "")
 }
 
-// reseed puts entropy into the kernel's generator and has it used at once
+// reseed adds entropy to the kernel's generator and makes the kernel use it at once
 // (random(4)).
 func (r *Renewer) reseed(entropy []byte) error {
 	if r.device < 0 {
-		// O_NONBLOCK: a root in the guest may have put a FIFO there.
+		// O_NONBLOCK: root in the guest may have put a FIFO there.
 		fd, err := open(unix.AT_FDCWD, r.random, unix.O_WRONLY|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
 		if err != nil {
 			return failed("open", r.random, err)
 		}
-		r.device = fd // stays open: to open and close it again is some pages of each fork
+		r.device = fd // stays open: opening and closing it again would cost each fork some pages
 	}
 	// struct rand_pool_info: entropy_count in bits, buf_size in bytes, buf.
 	pool := r.scratch[:8]
@@ -182,7 +181,7 @@ func (r *Renewer) SetClock(ctx context.Context, to time.Time) error {
 	r.renewing.Lock()
 	defer r.renewing.Unlock()
 	if err := ctx.Err(); err != nil {
-		return err // the host has given up while a renewal went on
+		return err // the host has given up during a renewal
 	}
 	stepClock := r.stepClock
 	if r.hosts {
@@ -192,7 +191,7 @@ func (r *Renewer) SetClock(ctx context.Context, to time.Time) error {
 	return err
 }
 
-// stepClock sets the wall clock and returns what that added to it.
+// stepClock sets the wall clock and returns the difference.
 func (r *Renewer) stepClock(to time.Time) (time.Duration, error) {
 	now := time.Now().UnixNano()
 	r.clock = unix.NsecToTimespec(to.UnixNano())

@@ -7,8 +7,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// rename changes the host name, in the kernel and in the files that boot
-// writes it to. A file that is missing, or a link, is the image's own affair.
+// rename changes the host name, in the kernel and in the files that boot writes it
+// to. A file that is missing, or that is a link, is left to the image.
 func (r *Renewer) rename(name string) error {
 	var uts unix.Utsname
 	if err := rawUname(&uts); err != nil {
@@ -45,7 +45,7 @@ func (r *Renewer) rename(name string) error {
 func replaceInHosts(etc int, old []byte, name string) error {
 	var st unix.Stat_t
 	if !isRegular(etc, "hosts", &st) || st.Size > maxAccountFile {
-		return nil // boot has not written it either
+		return nil // boot has not written to it either
 	}
 	hosts, err := readFileAt(etc, "hosts", unix.O_NOFOLLOW, maxAccountFile)
 	if err != nil {
@@ -58,9 +58,8 @@ func replaceInHosts(etc int, old []byte, name string) error {
 	return replaceFile(etc, "hosts", text, st.Mode&modeBits)
 }
 
-// renameInHosts appends hosts to text, which is empty, with the new name in the
-// place of the line that was added for the old one; what the image says itself
-// stays.
+// renameInHosts appends hosts to text, which is empty, and replaces the line that was
+// added for the old name. Lines of the image stay.
 func renameInHosts(text, hosts, old []byte, name string) []byte {
 	for renamed := false; len(hosts) > 0; {
 		n := bytes.IndexByte(hosts, '\n') + 1
@@ -77,14 +76,14 @@ func renameInHosts(text, hosts, old []byte, name string) []byte {
 	return withNames(text, name)
 }
 
-// isHostLine reports whether a line is what appendHostLine adds.
+// isHostLine reports whether a line is the one that appendHostLine adds.
 func isHostLine(line, name []byte) bool {
 	n := len(hostAddress)
 	return len(line) == n+len(name)+1 && line[len(line)-1] == '\n' &&
 		string(line[:n]) == hostAddress && bytes.Equal(line[n:len(line)-1], name)
 }
 
-// inEtc calls fn with /etc, if there is one. A link is not followed.
+// inEtc calls fn with /etc, if it exists. A link is not followed.
 func (r *Renewer) inEtc(fn func(etc int) error) error {
 	etc, err := open(unix.AT_FDCWD, r.root+"/etc", unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
 	if err == syscall.ENOENT {
@@ -97,7 +96,7 @@ func (r *Renewer) inEtc(fn func(etc int) error) error {
 	return fn(etc)
 }
 
-// cannotReplace says why a fork cannot be made, and what to do about it.
+// cannotReplace says why a fork cannot be made, and names the next step.
 func cannotReplace(path string, err error) error {
 	switch kindOf(err) {
 	case ErrReadOnly:
@@ -108,7 +107,7 @@ func cannotReplace(path string, err error) error {
 	return failed("replace", path, err)
 }
 
-// replaceGeneration makes the file that tells programs of a fork.
+// replaceGeneration makes the file that tells programs about a fork.
 func replaceGeneration(root string, text []byte) error {
 	const folder, name = "/run/agentrun", "generation"
 	if err := mkdirExact(root+folder, 0o755); err != nil && err != syscall.EEXIST {
@@ -124,14 +123,14 @@ func replaceGeneration(root string, text []byte) error {
 
 const generationMode = 0o444
 
-// isRegular reports whether name is a regular file in dir, itself and not by
-// way of a link.
+// isRegular reports whether name itself is a regular file in dir; a link is not
+// followed.
 func isRegular(dir int, name string, st *unix.Stat_t) bool {
 	return unix.Fstatat(dir, name, st, unix.AT_SYMLINK_NOFOLLOW) == nil && fileType(st.Mode) == TypeFile
 }
 
-// replaceFile puts a new file in the place of name in dir, atomically. A
-// regular file passes its owner on; a link is replaced, never followed.
+// replaceFile atomically replaces name in dir with a new file. A regular file passes
+// its owner on. A link is replaced, never followed.
 func replaceFile(dir int, name string, data []byte, mode uint32) error {
 	fd, temp, err := makeTemp(dir)
 	if err != nil {

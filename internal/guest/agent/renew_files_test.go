@@ -14,8 +14,8 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// TestRenewHostNameForReal renews twice in a namespace of its own, as a fork
-// of a fork does: nothing of the name between stays.
+// TestRenewHostNameForReal renews twice in a namespace of its own, as a fork of a
+// fork does. The name between leaves no trace.
 func TestRenewHostNameForReal(t *testing.T) {
 	r, k := newTestRenewer(t)
 	host, err := os.Hostname()
@@ -40,7 +40,8 @@ func TestRenewHostNameForReal(t *testing.T) {
 		r.ioctl, r.setHostname = rawIoctl, SetHostname
 		onOwnThread(t, twice)
 	} else {
-		// The kernel's name does not change, so the line between is not known again.
+		// The kernel's name does not change, so the line with the name between is not
+		// recognised.
 		hosts = strings.Replace(hosts, "fork-1", "between", 1) + "127.0.1.1\tfork-1\n"
 		if err := twice(); err != nil {
 			t.Error(err)
@@ -90,7 +91,7 @@ func TestRenewHosts(t *testing.T) {
 	}
 }
 
-// TestRenewFollowsNoLinks has links in all places, as an image may.
+// TestRenewFollowsNoLinks has links in all places, as an image may have.
 func TestRenewFollowsNoLinks(t *testing.T) {
 	r, _ := newTestRenewer(t)
 	outside := t.TempDir()
@@ -120,7 +121,7 @@ func TestRenewFollowsNoLinks(t *testing.T) {
 		}
 	}
 
-	// Folders that are links lead nowhere.
+	// Folders that are links are not followed.
 	for i, dir := range []string{"/etc", "/run/agentrun"} {
 		os.RemoveAll(r.root + dir)
 		if err := os.Symlink(outside, r.root+dir); err != nil {
@@ -152,7 +153,7 @@ func TestRenewFileModes(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// Whoever has the old file open goes on with the old content.
+	// A program that has the old file open still reads the old content.
 	old, err := os.Open(r.root + "/etc/hostname")
 	if err != nil {
 		t.Fatal(err)
@@ -208,11 +209,11 @@ func TestRenewWithoutFiles(t *testing.T) {
 	}
 }
 
-// TestRenewNeedsAWritableRoot has roots that cannot be written: read-only and
-// full ones if the test may mount, else one without the right to.
+// TestRenewNeedsAWritableRoot uses roots that cannot be written to: read-only and
+// full ones if the test may mount, otherwise one without the permission.
 func TestRenewNeedsAWritableRoot(t *testing.T) {
 	for _, c := range []struct {
-		file  string // the one that cannot be replaced
+		file  string // the file that cannot be replaced
 		files []string
 	}{
 		{"hostname", []string{"hostname", "hosts", "machine-id"}},
@@ -301,7 +302,8 @@ func TestServerRenew(t *testing.T) {
 	}
 }
 
-// TestServerRenewOutsideOfAVM must not touch the machine that it runs on.
+// TestServerRenewOutsideOfAVM: outside of a VM a renewal is refused, and does not
+// touch the machine.
 func TestServerRenewOutsideOfAVM(t *testing.T) {
 	if _, err := startClient(t).Renew(rpcContext(t), *renewal(1)); code(err) != guestrpc.CodeFailedPrecondition {
 		t.Error(err)
@@ -313,8 +315,8 @@ func TestServerRenewOutsideOfAVM(t *testing.T) {
 	expectWiped(t, req)
 }
 
-// TestServerWorksDuringRenew has a renewal that does not get on. It holds up
-// its own session alone.
+// TestServerWorksDuringRenew: a renewal that does not finish blocks only its own
+// session.
 func TestServerWorksDuringRenew(t *testing.T) {
 	r, k := newTestRenewer(t)
 	entered, leave := make(chan struct{}), make(chan struct{})
@@ -365,8 +367,8 @@ func TestServerWorksDuringRenew(t *testing.T) {
 	}
 }
 
-// TestGenerationCanBeWatched is for programs whose generators a fork does not
-// reach: they see the change, and when they do, all the rest is renewed.
+// TestGenerationCanBeWatched: programs with generators that a renewal does not reach
+// see the file change. By then everything else is renewed.
 func TestGenerationCanBeWatched(t *testing.T) {
 	r, _ := newTestRenewer(t)
 	c, _ := dialServer(t, serve(t, &Server{Renewer: r}))

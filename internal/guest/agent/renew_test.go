@@ -33,13 +33,13 @@ func renewal(generation uint64) *guestrpc.RenewRequest {
 	}
 }
 
-// fakeInterpreter takes the system calls that would change the host.
+// fakeInterpreter replaces the system calls that would change the host.
 type fakeInterpreter struct {
 	mu    sync.Mutex // protects all following fields
 	calls []string
 	fail  map[string]error
-	pool  []byte // what RNDADDENTROPY was given, copied
-	given []byte // the same in place
+	pool  []byte // the argument of RNDADDENTROPY, copied
+	given []byte // the argument itself
 	clock unix.Timespec
 }
 
@@ -53,7 +53,7 @@ func (k *fakeInterpreter) call(name string) error {
 func (k *fakeInterpreter) ioctl(fd int, req uint, arg unsafe.Pointer) error {
 	switch req {
 	case unix.RNDADDENTROPY:
-		// The caller has to pass 8 bytes and as many as the second four say.
+		// The caller has to pass 8 bytes, and as many more as the second four state.
 		size := binary.NativeEndian.Uint32(unsafe.Slice((*byte)(arg), 8)[4:])
 		k.mu.Lock()
 		k.given = unsafe.Slice((*byte)(arg), 8+size)
@@ -78,8 +78,8 @@ func (k *fakeInterpreter) setClock(clock int32, to *unix.Timespec) error {
 
 func (k *fakeInterpreter) setHostname(name string) error { return k.call("set host name") }
 
-// newTestRenewer renews a root in a temporary folder that looks as after boot,
-// with none of the system calls that would change the host.
+// newTestRenewer makes a Renewer of a root in a temporary folder that looks as after
+// boot. It replaces the system calls that would change the host.
 func newTestRenewer(t *testing.T) (*Renewer, *fakeInterpreter) {
 	t.Helper()
 	root := t.TempDir()
@@ -168,7 +168,7 @@ func TestRenew(t *testing.T) {
 	expectNoLeftovers(t, r.root)
 }
 
-// TestRenewKeepsWhatIsNotGiven has a request with nothing but what it must.
+// TestRenewKeepsWhatIsNotGiven uses a request with only the required fields.
 func TestRenewKeepsWhatIsNotGiven(t *testing.T) {
 	r, k := newTestRenewer(t)
 	hosts, err := os.ReadFile(r.root + "/etc/hosts")
@@ -190,8 +190,8 @@ func TestRenewKeepsWhatIsNotGiven(t *testing.T) {
 	}
 }
 
-// TestRenewStopsAtTheFirstFailure makes each step fail and looks at what was
-// done: all before it, nothing after it, and never the generation.
+// TestRenewStopsAtTheFirstFailure makes each step fail. All steps before it are done,
+// none after it, and the generation never changes.
 func TestRenewStopsAtTheFirstFailure(t *testing.T) {
 	call := func(name string) func(*testing.T, *Renewer, *fakeInterpreter) func() {
 		return func(_ *testing.T, _ *Renewer, k *fakeInterpreter) func() {
@@ -199,7 +199,7 @@ func TestRenewStopsAtTheFirstFailure(t *testing.T) {
 			return func() { delete(k.fail, name) }
 		}
 	}
-	// inTheWay puts a folder with a file in the place of a file.
+	// inTheWay replaces a file by a folder that contains a file.
 	inTheWay := func(path string) func(*testing.T, *Renewer, *fakeInterpreter) func() {
 		return func(t *testing.T, r *Renewer, _ *fakeInterpreter) func() {
 			os.Remove(r.root + path)
@@ -259,7 +259,7 @@ func TestRenewStopsAtTheFirstFailure(t *testing.T) {
 				}
 			}
 			expectNoLeftovers(t, r.root)
-			// The generation is not used up: once it can be done, it is.
+			// The generation is not used up: a later renewal with it succeeds.
 			repair()
 			if _, err := r.Renew(t.Context(), renewal(1)); err != nil || r.Generation() != 1 {
 				t.Errorf("once more: %d, %v", r.Generation(), err)
@@ -329,11 +329,11 @@ func TestRenewChecksBeforeItDoesAnything(t *testing.T) {
 	}
 }
 
-// TestRenewOneAtATime has many renewals at once, each with entropy of its own,
-// so that the calls of one can be told from those of another.
+// TestRenewOneAtATime runs many renewals at once, each with entropy of its own, so
+// that their calls can be distinguished.
 func TestRenewOneAtATime(t *testing.T) {
 	r, k := newTestRenewer(t)
-	var order []byte // who made each call
+	var order []byte // which renewal made each call
 	var who byte
 	r.ioctl = func(fd int, req uint, arg unsafe.Pointer) error {
 		err := k.ioctl(fd, req, arg)
@@ -399,7 +399,7 @@ func TestRenewThatNobodyWaitsFor(t *testing.T) {
 	expectWiped(t, req)
 }
 
-// TestReseedForReal uses the host's generator: more entropy harms nobody.
+// TestReseedForReal uses the host's generator, which more entropy does not harm.
 func TestReseedForReal(t *testing.T) {
 	r := NewRenewer()
 	for _, n := range []int{guestrpc.MinEntropy, 33, guestrpc.MaxEntropy} {
@@ -417,7 +417,7 @@ func TestReseedForReal(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, path := range []string{"/dev/null", "/no/such/device", fifo, lonely, writeTestFile(t, t.TempDir()+"/file", "x", 0o600)} {
-		r := NewRenewer() // one that has not opened its device
+		r := NewRenewer() // its device is not open yet
 		r.random = path
 		if err := r.reseed(secret); err == nil || !strings.Contains(err.Error(), path) || strings.Contains(err.Error(), "secret") {
 			t.Errorf("%s: %v", path, err)

@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Where the parts of the root are put together, in the initramfs. Nothing of
-// this can be reached from the new root.
+// Folders in the initramfs where the parts of the root are put together. They cannot
+// be reached from the new root.
 const (
 	buildDir = "/.agentrun"
 	lowerDir = buildDir + "/lower"
@@ -18,23 +18,22 @@ const (
 	newRoot  = buildDir + "/root"
 )
 
-// System is a booted sandbox: what its shutdown has to know.
+// System is a booted sandbox, with the data that its shutdown needs.
 type System struct {
 	Config BootConfig
-	// upper is a descriptor of the filesystem under the overlay, which has no
-	// path any more; -1 if there is none on a disk.
+	// upper is a descriptor of the filesystem under the overlay, which has no path
+	// any more. It is -1 if no disk is under the overlay.
 	upper int
 }
 
-// Boot turns the kernel's first process into a running system: it mounts the
-// kernel's filesystems, builds the root that the command line asks for, moves
-// into it and configures it. extra are keys of the command line that belong to
-// the caller. An error names what failed; there is nothing to go back to, so
-// the caller should say it on the console and power off. What is merely
-// inconvenient is logged.
+// Boot turns the kernel's first process into a running system: it mounts the kernel's
+// filesystems, builds the root that the command line asks for, moves into it and
+// configures it. extra are keys of the command line that belong to the caller. An
+// error names the failed step. There is no way back, so the caller should print the
+// error on the console and power off. Minor failures are only logged.
 //
-// The Go runtime needs /dev/null, or open descriptors 0 to 2, before this
-// function can run: the initramfs must hold /dev/console or /dev/null.
+// The Go runtime needs /dev/null, or open descriptors 0 to 2, before this function
+// can run: the initramfs must hold /dev/console or /dev/null.
 func Boot(log func(string), extra ...string) (*System, error) {
 	if log == nil {
 		log = func(string) {}
@@ -61,11 +60,11 @@ func Boot(log func(string), extra ...string) (*System, error) {
 	return boot(cfg, log)
 }
 
-// randomizeOthers has the kernel lay out the memory of every program at random,
-// which the command line has forbidden it for the first, this one: its heap
-// is Go's, all forks have its addresses in common anyway, and where stack and
-// mappings are close together they share page tables, of which a fork owns what
-// it uses.
+// randomizeOthers makes the kernel randomise the memory layout of every program that
+// starts from now on. The command line has turned randomisation off for the first
+// program, the agent itself. The agent's heap is Go's, and all forks share its
+// addresses anyway. Where stack and mappings are close together they share page
+// tables, of which a fork owns the ones that it uses.
 func randomizeOthers() error {
 	const path = "/proc/sys/kernel/randomize_va_space"
 	fd, err := open(unix.AT_FDCWD, path, unix.O_WRONLY, 0)
@@ -77,7 +76,7 @@ func randomizeOthers() error {
 	return failed("write", path, err)
 }
 
-// boot is what follows once the command line is known.
+// boot continues once the command line is known.
 func boot(cfg BootConfig, log func(string)) (*System, error) {
 	m := &System{Config: cfg, upper: -1}
 	if cfg.Root != "" {
@@ -114,7 +113,7 @@ type mountPoint struct {
 	device, dir, fstype string
 	flags               uintptr
 	options             string
-	optional            bool // the sandbox works without it
+	optional            bool // the sandbox works without the mount
 }
 
 const nosuid = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
@@ -134,11 +133,12 @@ var lateMounts = []mountPoint{
 	{device: "cgroup2", dir: "/sys/fs/cgroup", fstype: "cgroup2", flags: nosuid, optional: true},
 }
 
-// tmpMount is only made where /tmp cannot be written to.
+// tmpMount is only mounted if /tmp is not writable.
 var tmpMount = mountPoint{device: "tmp", dir: "/tmp", fstype: "tmpfs", flags: unix.MS_NOSUID | unix.MS_NODEV, options: "mode=1777,size=50%"}
 
-// mount mounts, making the folder if it may. What is already mounted there, by
-// the kernel (devtmpfs) or by whoever made the initramfs, is left alone.
+// mount mounts the filesystem, and makes the folder if mayMake allows it. Filesystems
+// that the kernel (devtmpfs) or the maker of the initramfs has mounted there already
+// are left alone.
 func (m *mountPoint) mount(mayMake bool) error {
 	if err := folder(m.dir, mayMake); err != nil {
 		return err
@@ -178,7 +178,8 @@ func folder(dir string, mayMake bool) error {
 	return failed("make folder", dir, mkdirAll(dir, 0o755))
 }
 
-// buildRoot mounts the root device at newRoot, under an overlay if asked for.
+// buildRoot mounts the root device at newRoot, under an overlay if the command line
+// asks for one.
 func (m *System) buildRoot() error {
 	cfg := &m.Config
 	for _, dir := range []string{lowerDir, diskDir, newRoot} {
@@ -198,8 +199,8 @@ func (m *System) buildRoot() error {
 	}
 	disk := mountPoint{device: "overlay-upper", dir: diskDir, fstype: "tmpfs", flags: unix.MS_NOATIME, options: "mode=0755,size=50%"}
 	if cfg.Overlay != OverlayTmpfs {
-		// What is deleted is given back to the host; what its maker left zeros
-		// need not be made so.
+		// Freed blocks are given back to the host. Inode tables that are still zero
+		// need not be zeroed again.
 		disk.device, disk.fstype, disk.options = cfg.Overlay, "ext4", "discard,noinit_itable"
 	}
 	if err := disk.mount(true); err != nil {
@@ -256,7 +257,8 @@ func switchRoot(mayMake bool, log func(string)) error {
 	return nil
 }
 
-// rename404 names the folder as the image's author knows it.
+// rename404 replaces the path in an error by the folder as the image's author knows
+// it.
 func rename404(err error, dir string) error {
 	var e *Error
 	if errors.As(err, &e) {
@@ -265,10 +267,10 @@ func rename404(err error, dir string) error {
 	return err
 }
 
-// freeInitramfs removes the content of the initramfs open at fd, which is
-// memory. It keeps the running program, which the mapping would hold anyway and
-// which must stay executable as /proc/self/exe, and whatever is a mount. It
-// does nothing unless fd really is a filesystem in memory.
+// freeInitramfs removes the content of the initramfs open at fd, which is memory. It
+// keeps the running program, which the mapping would hold anyway and which must stay
+// executable as /proc/self/exe, and all mounts. It does nothing unless fd really is a
+// filesystem in memory.
 func freeInitramfs(fd int) error {
 	var fs unix.Statfs_t
 	if err := unix.Fstatfs(fd, &fs); err != nil {
@@ -293,7 +295,7 @@ func freeFolder(fd int, keep *unix.Stat_t, depth int) error {
 	if _, err := unix.Seek(fd, 0, unix.SEEK_SET); err != nil {
 		return err
 	}
-	var names []string // an initramfs is small; removing while reading is not
+	var names []string // an initramfs is small, and removing while reading could skip entries
 	if err := eachName(fd, func(name []byte) bool { names = append(names, string(name)); return true }); err != nil {
 		return err
 	}

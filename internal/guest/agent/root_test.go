@@ -162,7 +162,7 @@ func TestBootWithTmpfsOverlay(t *testing.T) {
 	})
 }
 
-// expectFreed looks whether only the folders that hold mounts are left.
+// expectFreed checks that only the folders that contain mounts are left.
 func expectFreed(rootfs int) error {
 	var left []string
 	unix.Seek(rootfs, 0, 0)
@@ -217,7 +217,7 @@ func TestBootWithDiskOverlay(t *testing.T) {
 	dev := newRootImage(t, map[string]string{"/etc/x": "lower\n"})
 	image := newImage(t, "mkfs.ext4", "-q", "-F")
 	for _, want := range []string{"lower\n", "upper\n"} {
-		// A copy each time: the kernel takes a namespace down, and with it the
+		// A new copy each time: the kernel removes a namespace, and with it the
 		// mount, some time after its last thread has ended.
 		data, err := os.ReadFile(image)
 		if err != nil {
@@ -239,7 +239,7 @@ func TestBootWithDiskOverlay(t *testing.T) {
 			if err := errors.Join(expectFile("/etc/x", want), os.WriteFile("/etc/x", []byte("upper\n"), 0o644), expectFreed(rootfs)); err != nil {
 				return err
 			}
-			// The shutdown's way to a clean disk that has no path any more.
+			// The shutdown uses this to clean a disk that has no path any more.
 			if err := unix.Mount("", "/", "", unix.MS_REMOUNT|unix.MS_RDONLY, ""); err != nil {
 				return err
 			}
@@ -300,7 +300,8 @@ func TestBootInInitramfs(t *testing.T) {
 			return err
 		}
 		if strings.Contains(string(line), "agentrun.") {
-			// In a sandbox of our own: the command line is not the one to test with.
+			// The test runs in a sandbox of ours, whose command line cannot be used
+			// here.
 			_, err = boot(BootConfig{}, func(s string) { t.Log(s) })
 		} else {
 			_, err = Boot(func(s string) { t.Log(s) })

@@ -14,21 +14,20 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// maxConns bounds the hosts that are connected at a time. One is normal.
+// maxConns bounds the number of open connections. One is normal.
 const maxConns = 16
 
-// Server binds the protocol to what the agent can do. It implements
-// guestrpc.Handler.
+// Server implements guestrpc.Handler on top of the agent.
 type Server struct {
 	Processes *Processes
 	Accounts  Accounts
 	Version   string           // of the agent
 	Log       func(msg string) // may be nil
 
-	// Down ends the machine and returns only if it could not; nil refuses to.
+	// Down ends the machine, and returns only if that failed. nil refuses shutdowns.
 	Down func(action Action, grace time.Duration) error
 
-	// Renewer gives a fork its identity; nil refuses to.
+	// Renewer gives a fork its identity. nil refuses renewals.
 	Renewer *Renewer
 
 	conns atomic.Int32
@@ -39,8 +38,8 @@ type Server struct {
 
 var _ guestrpc.Handler = (*Server)(nil)
 
-// Serve accepts connections until the listener is closed. It returns when the
-// last of them has ended, for which ctx may have to end.
+// Serve accepts connections until the listener is closed. It returns when the last
+// connection has ended, for which ctx may have to end.
 func (s *Server) Serve(ctx context.Context, l *Listener) error {
 	var open sync.WaitGroup
 	defer open.Wait()
@@ -57,8 +56,8 @@ func (s *Server) Serve(ctx context.Context, l *Listener) error {
 	}
 }
 
-// admit counts one more connection, unless there are too many. serve counts it
-// off again.
+// admit counts one more connection, unless there are too many. serve decrements the
+// count.
 func (s *Server) admit() bool {
 	if s.conns.Add(1) > maxConns {
 		s.conns.Add(-1)
@@ -68,8 +67,8 @@ func (s *Server) admit() bool {
 	return true
 }
 
-// serve speaks with one host until it goes away, which is normal even in the
-// middle of something.
+// serve serves one host until it disconnects, which is normal even in the middle of a
+// call.
 func (s *Server) serve(ctx context.Context, conn io.ReadWriteCloser) {
 	defer s.conns.Add(-1)
 	err := guestrpc.Serve(ctx, conn, s, guestrpc.CanSetClock)
@@ -128,7 +127,7 @@ func (s *Server) Shutdown(_ context.Context, req *guestrpc.ShutdownRequest, acce
 	if s.Down == nil {
 		return rpcError(fail(ErrUnsupported, "shut down", "", "the agent is not PID 1"))
 	}
-	// A host that is gone by now has asked for it all the same.
+	// The request holds even if the host has disconnected by now.
 	_ = accept()
 	return rpcError(s.Down(action, req.Grace))
 }
@@ -197,7 +196,7 @@ func codeOf(kind Kind) guestrpc.Code {
 	case ErrIO:
 		return guestrpc.CodeInternal
 	}
-	// What is left depends on the state of the file or process.
+	// The other kinds depend on the state of the file or process.
 	return guestrpc.CodeFailedPrecondition
 }
 

@@ -8,7 +8,7 @@ import (
 	"agentrun.dev/internal/guest/guestrpc"
 )
 
-// interpreters are the server's, made when code is first run.
+// interpreters returns the server's Interpreters, made when code is first run.
 func (s *Server) interpreters() *Interpreters {
 	s.codeOnce.Do(func() {
 		ks := &Interpreters{Processes: s.Processes}
@@ -57,8 +57,8 @@ func (s *Server) CodeAttach(ctx context.Context, req *guestrpc.CodeAttachRequest
 	return followCode(ctx, e, r, st)
 }
 
-// followCode connects an execution to a host until one of them is gone, and
-// closes the readers. Each output has its own goroutine, as in follow.
+// followCode connects an execution to a host until either is gone, and closes the
+// readers. Each output has its own goroutine, as in follow.
 func followCode(ctx context.Context, e *execution, r codeReaders, st *guestrpc.CodeStream) (guestrpc.CodeStatus, error) {
 	defer r.close()
 	err := st.Started(guestrpc.CodeStarted{

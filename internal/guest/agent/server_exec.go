@@ -10,9 +10,9 @@ import (
 )
 
 const (
-	firstCopy = 512      // buffer of a copy that has moved little so far
-	maxCopy   = 32 << 10 // and of one that moves much
-	maxArgv   = 4 << 10  // of the arguments that ListExecs shows
+	firstCopy = 512      // buffer of a copy that has moved few bytes so far
+	maxCopy   = 32 << 10 // buffer of a copy that moves many bytes
+	maxArgv   = 4 << 10  // bytes of the arguments that ListExecs shows
 )
 
 // Exec implements guestrpc.Handler.
@@ -49,9 +49,9 @@ func (s *Server) Attach(ctx context.Context, req *guestrpc.AttachRequest, st *gu
 	return s.follow(ctx, p, out, st)
 }
 
-// follow connects a process to a host until the process has ended or the host
-// has left. Each output has its own goroutine: one that the host does not read
-// must not hold up the other. It closes the readers.
+// follow connects a process to a host until the process has ended or the host has
+// left. Each output has its own goroutine, so that an output that the host does not
+// read cannot block the other. follow closes the readers.
 func (s *Server) follow(ctx context.Context, p *Process, out Readers, st *guestrpc.ExecStream) (guestrpc.ExitStatus, error) {
 	defer out.Close()
 	started := guestrpc.ExecStarted{ID: p.ID(), PID: int32(p.PID()), Stdout: outputStart(out.Stdout)}
@@ -90,7 +90,7 @@ func outputStart(r *Reader) guestrpc.OutputStart {
 	return guestrpc.OutputStart{Offset: r.Began(), Dropped: r.Lost()}
 }
 
-// outputSink takes output to the host.
+// outputSink sends output to the host.
 type outputSink interface {
 	WriteOutput(c guestrpc.Channel, p []byte) error
 	CloseOutput(c guestrpc.Channel) error
@@ -122,21 +122,21 @@ func grow(buf []byte, n int) []byte {
 	return make([]byte, min(len(buf)*8, maxCopy))
 }
 
-// feed writes what the host sends to the process's stdin. Only an end that the
-// host has asked for closes it: a host that got lost may come back.
+// feed writes the host's input to the process's stdin. It closes stdin only if the
+// host has asked for that, because a host that lost its connection may come back.
 func feed(ctx context.Context, p *Process, in io.Reader) {
 	buf := make([]byte, firstCopy)
 	taken := true
 	for {
 		n, err := in.Read(buf)
 		if n > 0 && taken {
-			// A process that does not take its input any more must not hold up
-			// the host, which learns of it by the exit status: drop the rest.
+			// A process that no longer takes input must not block the host, which
+			// learns of it from the exit status. So the rest is dropped.
 			_, werr := p.WriteStdin(ctx.Done(), buf[:n])
 			taken = werr == nil
 		}
 		if err == io.EOF {
-			_ = p.CloseStdin() // fails if the process was faster
+			_ = p.CloseStdin() // fails if the process has closed its end
 			return
 		}
 		if err != nil {
@@ -196,7 +196,7 @@ func execInfo(p *Process) guestrpc.ExecInfo {
 	return info
 }
 
-// cutArgv keeps the first arguments, and of a long one its beginning.
+// cutArgv keeps the first arguments, and the beginning of a long one.
 func cutArgv(argv []string) []string {
 	var out []string
 	left := maxArgv

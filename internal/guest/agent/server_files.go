@@ -10,11 +10,11 @@ import (
 
 const (
 	maxPage    = 2000
-	maxName    = 256 // of an owner or group, as the protocol has it
+	maxName    = 256 // of an owner or group, as in the protocol
 	maxRPCPath = 4096
 )
 
-// at returns who a call is made as and the absolute path that it means.
+// at returns the files of the call's user, and the absolute path that the call means.
 func (s *Server) at(scope guestrpc.FileScope, path string) (*Files, string, error) {
 	f, err := NewFiles(s.Accounts, scope.User)
 	if err != nil {
@@ -24,8 +24,8 @@ func (s *Server) at(scope guestrpc.FileScope, path string) (*Files, string, erro
 	return f, abs, rpcError(err)
 }
 
-// absolute puts a relative path behind workdir, or behind the user's home. It does
-// not tidy it: the kernel knows better what ".." means behind a symlink.
+// absolute puts a relative path after workdir, or after the user's home. It does not
+// clean the path: only the kernel resolves ".." after a symlink correctly.
 func absolute(f *Files, workdir, path string) (string, error) {
 	if path == "" {
 		return "", fail(ErrInvalid, "find", "", "the path is empty")
@@ -41,7 +41,7 @@ func absolute(f *Files, workdir, path string) (string, error) {
 	case workdir[0] != '/':
 		return "", fail(ErrInvalid, "find", path, "the folder it is relative to must be absolute")
 	}
-	// "." is the same everywhere, and would be in every path that is answered.
+	// "./" adds nothing, and would otherwise be in every returned path.
 	for strings.HasPrefix(path, "./") {
 		path = strings.TrimLeft(path[2:], "/")
 	}
@@ -87,7 +87,7 @@ func fileInfo(info *Info) guestrpc.FileInfo {
 		ModTime: info.ModTime,
 		Target:  info.Target,
 	}
-	// The names come from files that the sandbox may have written.
+	// The names come from files that the sandbox may have changed.
 	if len(out.Owner) > maxName {
 		out.Owner = ""
 	}
@@ -114,7 +114,7 @@ func (s *Server) List(_ context.Context, req *guestrpc.ListRequest) (guestrpc.Li
 		}
 		reply := guestrpc.ListReply{Next: page.Next, Entries: make([]guestrpc.FileInfo, 0, len(page.Entries))}
 		for i := range page.Entries {
-			// A deeper path can exist, but no call could name it.
+			// A deeper path may exist, but no call could name it.
 			if len(page.Entries[i].Path) < maxRPCPath {
 				reply.Entries = append(reply.Entries, fileInfo(&page.Entries[i]))
 			}
@@ -126,7 +126,8 @@ func (s *Server) List(_ context.Context, req *guestrpc.ListRequest) (guestrpc.Li
 		if n == 0 {
 			return guestrpc.ListReply{}, rpcError(fail(ErrTooLarge, "list", path, "an entry does not fit a frame"))
 		}
-		// List again: only it knows the token behind the last one that fits.
+		// List again with the smaller limit, since only List knows the token after
+		// the last entry that fits.
 		opts.Limit = n
 	}
 }
@@ -146,7 +147,7 @@ func (s *Server) Read(_ context.Context, req *guestrpc.ReadRequest, st *guestrpc
 	if err := st.Opened(fileInfo(&info)); err != nil {
 		return err
 	}
-	// One byte more than the file, so that a small one is read in one go.
+	// One byte more than the file, so that a small file is read in one call.
 	buf := make([]byte, min(max(info.Size+1, firstCopy), maxCopy))
 	for {
 		n, err := r.Read(buf)
@@ -204,7 +205,7 @@ func (s *Server) Write(_ context.Context, req *guestrpc.WriteRequest, in io.Read
 	return reply, nil
 }
 
-// copyGrowing copies with a buffer that is large only if there is much.
+// copyGrowing copies with a buffer that grows with the amount of data.
 func copyGrowing(w io.Writer, r io.Reader) (int64, error) {
 	buf := make([]byte, firstCopy)
 	total := int64(0)

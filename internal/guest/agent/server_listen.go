@@ -27,8 +27,8 @@ func ListenVsock(port uint32) (*Listener, error) {
 	return l, nil
 }
 
-// ListenUnix listens on a unix socket, for an agent outside of a VM. Whoever
-// may open the socket may do anything the agent may, so it is private.
+// ListenUnix listens on a unix socket, for an agent outside of a VM. Access to the
+// socket gives all rights of the agent, so the socket is private.
 func ListenUnix(path string) (*Listener, error) {
 	l, err := listen(unix.AF_UNIX, &unix.SockaddrUnix{Name: path})
 	if err == nil {
@@ -72,8 +72,8 @@ func (l *Listener) Close() error {
 	return l.file.Close()
 }
 
-// fullWait is how long to wait when the agent has no descriptor or memory left
-// for a connection: there is no event to wait for.
+// fullWait is the wait when the agent has no descriptor or memory for a connection,
+// for which the kernel has no event.
 const fullWait = 100 * time.Millisecond
 
 // Accept waits for a connection. It fails only after Close.
@@ -96,15 +96,15 @@ func (l *Listener) Accept() (*Conn, error) {
 
 const errNotHost = Kind("connection not from the host")
 
-// accept waits for a connection and checks where it comes from: a process in
-// the guest can reach the port too, by way of the loopback CID.
+// accept waits for a connection and checks its origin: a process in the guest can
+// also reach the port, through the loopback CID.
 func (l *Listener) accept() (int, error) {
 	var fd uintptr
 	var errno syscall.Errno
 	var from unix.RawSockaddrVM
 	err := l.raw.Read(func(listener uintptr) bool {
 		size := uint32(unix.SizeofSockaddrVM)
-		// from and size outlive the call, which writes at most size bytes: the
+		// from and size outlive the call, which writes at most size bytes. The
 		// address of a unix socket is cut.
 		fd, _, errno = syscall.RawSyscall6(unix.SYS_ACCEPT4, listener, uintptr(unsafe.Pointer(&from)),
 			uintptr(unsafe.Pointer(&size)), unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0, 0)
@@ -127,9 +127,9 @@ func fromHost(a *unix.RawSockaddrVM) bool {
 	return a.Family == unix.AF_VSOCK && a.Cid == unix.VMADDR_CID_HOST
 }
 
-// SayReady tells the host that the agent listens, by dialing a vsock port of
-// the host. That it dials is the message: a host that has noted it may refuse
-// the connection, which carries nothing.
+// SayReady tells the host that the agent listens, by dialing a vsock port of the
+// host. The attempt itself is the message: the host may refuse the connection, which
+// carries no data.
 func SayReady(port uint32) error {
 	fd, err := unix.Socket(unix.AF_VSOCK, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

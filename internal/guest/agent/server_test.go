@@ -159,7 +159,7 @@ func TestServerExec(t *testing.T) {
 	if exit, err = c.Run(ctx, req, nil, nil, nil); err != nil || !exit.TimedOut || exit.Signal != 9 {
 		t.Errorf("timeout: %+v, %v", exit, err)
 	}
-	// A process that closes its stdin does not hold up whoever writes to it.
+	// A process that closes its stdin does not block the writer.
 	if exit, err = c.Run(ctx, shell(`exec <&-; sleep 0.1`), io.LimitReader(zeros{}, 4<<20), nil, nil); err != nil || exit.Code != 0 {
 		t.Errorf("closed stdin: %+v, %v", exit, err)
 	}
@@ -177,7 +177,7 @@ func TestServerBulkExec(t *testing.T) {
 	if err != nil || out.Len() != size || exit.Stdout.Bytes != size || exit.Stdout.Dropped != 0 {
 		t.Errorf("%d bytes, %+v, %v", out.Len(), exit, err)
 	}
-	// No byte is lost at the start either, however fast it comes.
+	// No byte is lost at the start either, however fast the output comes.
 	for range 5 {
 		x, err := c.Exec(rpcContext(t), shell(`head -c 2000000 /dev/zero`))
 		if err != nil {
@@ -219,8 +219,8 @@ func TestServerTerminal(t *testing.T) {
 	}
 }
 
-// TestServerWriteStdin: stdin is written without joining the process, all of it
-// arrives, in order, and a process that takes no input says so.
+// TestServerWriteStdin: stdin can be written without attaching to the process. All
+// bytes arrive in order. If a process takes no input, an error says so.
 func TestServerWriteStdin(t *testing.T) {
 	c := startClient(t)
 	ctx := rpcContext(t)
@@ -295,7 +295,7 @@ func TestServerAttachAfterConnectionLoss(t *testing.T) {
 	if exit, err := y.Wait(); err != nil || exit.Signal != int32(syscall.SIGTERM) || exit.Stdout.Bytes != 13 {
 		t.Errorf("%+v, %v", exit, err)
 	}
-	// Ended, and all its output is still there.
+	// The exec has ended, and all its output is still there.
 	z, err := c.Attach(ctx, guestrpc.AttachRequest{ID: "job"})
 	if err != nil {
 		t.Fatal(err)
@@ -397,7 +397,7 @@ func TestServerFileErrors(t *testing.T) {
 	if err := c.Move(ctx, guestrpc.MoveRequest{FileScope: guestrpc.FileScope{Workdir: "/"}, From: "/x", To: ""}); !errors.Is(err, fs.ErrInvalid) {
 		t.Errorf("move: %v", err)
 	}
-	// An atomic write that is given up leaves nothing.
+	// An abandoned atomic write leaves nothing.
 	w, err := c.OpenWrite(ctx, guestrpc.WriteRequest{Path: dir + "/f", Atomic: true})
 	if err != nil {
 		t.Fatal(err)
@@ -488,9 +488,8 @@ func TestServerLimitsConnections(t *testing.T) {
 	}
 }
 
-// TestServerIdleCost holds the agent to two goroutines for each connection, one
-// that reads and one that ran a call and waits for the next, and one that
-// accepts.
+// TestServerIdleCost allows the agent two goroutines for each connection, one that
+// reads and one that has run a call and waits for the next, and one that accepts.
 func TestServerIdleCost(t *testing.T) {
 	c := startClient(t)
 	if _, err := c.Run(rpcContext(t), shell("true"), nil, nil, nil); err != nil {
@@ -499,7 +498,7 @@ func TestServerIdleCost(t *testing.T) {
 	if err := c.Ping(rpcContext(t)); err != nil {
 		t.Fatal(err)
 	}
-	// The reply has come, so other goroutines have nothing left to wait for.
+	// The reply has arrived, so other goroutines have nothing left to do.
 	var mine []string
 	for range 1000 {
 		mine = mine[:0]

@@ -12,11 +12,11 @@ import (
 // forks faster than we walk is met again in the next pass.
 const maxPasses = 32
 
-// signalSession signals every process whose session is sid, each once, and
-// reports whether there was any. Children made while it walks are found by
-// walking again until a pass finds nobody new.
+// signalSession signals every process whose session is sid once, and reports whether
+// it found any. It walks /proc again until a pass finds no new process, and so finds
+// children made meanwhile.
 func signalSession(sid int, sig syscall.Signal) bool {
-	// The group first: one call, and the kernel does it without a race.
+	// The group comes first: the kernel signals it in one call, without a race.
 	sent := syscall.Kill(-sid, sig) == nil
 	var met map[int]struct{}
 	for range maxPasses {
@@ -45,8 +45,8 @@ func signalSession(sid int, sig syscall.Signal) bool {
 	return sent
 }
 
-// signalMember signals pid if it still is of session sid: the descriptor pins
-// the process, so that the check and the signal mean the same one.
+// signalMember signals pid if it still belongs to session sid. The descriptor pins
+// the process, so the check and the signal concern the same process.
 func signalMember(pid, sid int, sig syscall.Signal) bool {
 	fd, err := unix.PidfdOpen(pid, 0)
 	if err != nil {

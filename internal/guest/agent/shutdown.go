@@ -10,25 +10,26 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Action is how a guest goes down.
+// Action is how a guest ends.
 type Action uint8
 
-// The ways down.
+// The actions.
 const (
 	PowerOff Action = iota
 	Reboot
 )
 
-// killWait bounds the wait after SIGKILL: a process in an uninterruptible wait,
-// for a disk that is gone, never ends.
+// killWait bounds the wait after SIGKILL, since a process that waits uninterruptibly
+// for a missing disk never ends.
 const killWait = 5 * time.Second
 
-// Shutdown ends the guest, and returns only if it could not. Every process
-// gets SIGTERM and, after grace, SIGKILL; it goes on as soon as all have ended.
-// Filesystems are synced and made read-only before the kernel is told.
-// system may be nil.
+// Shutdown ends the guest, and returns only if that failed. Every process gets
+// SIGTERM and, after grace, SIGKILL. Shutdown continues as soon as all processes have
+// ended. Filesystems are synced and made read-only before the kernel is told. system
+// may be nil.
 func Shutdown(ps *Processes, system *System, action Action, grace time.Duration) error {
-	// kill(-1) means everybody, and reboot(2) the host: only PID 1 may.
+	// kill(-1) signals all processes, and reboot(2) would reboot the host, so only
+	// PID 1 may call them.
 	if os.Getpid() != 1 {
 		return fail(ErrPermission, "shut down", "", "only PID 1 can")
 	}
@@ -58,8 +59,8 @@ func Shutdown(ps *Processes, system *System, action Action, grace time.Duration)
 // endAll ends every process but this one.
 func endAll(ps *Processes, grace time.Duration) {
 	gone := ps.awaitChildless()
-	_ = syscall.Kill(-1, syscall.SIGTERM) // ESRCH: there is nobody
-	_ = syscall.Kill(-1, syscall.SIGCONT) // a stopped process would not notice
+	_ = syscall.Kill(-1, syscall.SIGTERM) // ESRCH: no other process exists
+	_ = syscall.Kill(-1, syscall.SIGCONT) // a stopped process would not notice SIGTERM
 	if within(gone, grace) {
 		return
 	}
@@ -80,8 +81,8 @@ func within(gone <-chan struct{}, limit time.Duration) bool {
 	}
 }
 
-// unmountAll unmounts what the sandbox mounted, newest first, and makes the
-// rest read-only where there is something to lose.
+// unmountAll unmounts the filesystems that the sandbox mounted, newest first. It
+// makes the others read-only if they hold data that could be lost.
 func unmountAll(log func(string)) {
 	table, err := readFile("/proc/self/mountinfo", 4<<20)
 	if err != nil {
@@ -103,7 +104,7 @@ func unmountAll(log func(string)) {
 			continue
 		}
 		if m.fstype == "tmpfs" || m.fstype == "ramfs" || m.fstype == "rootfs" {
-			continue // nothing of it is kept
+			continue // its contents end with the guest
 		}
 		if err := unix.Mount("", m.dir, "", unix.MS_REMOUNT|unix.MS_RDONLY, ""); err != nil && m.writable {
 			log(failed("make read-only", m.dir+" ("+m.fstype+")", err).Error())

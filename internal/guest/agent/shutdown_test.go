@@ -36,7 +36,7 @@ func TestShutdown(t *testing.T) {
 		if d := time.Since(began); d > killWait {
 			t.Errorf("%s took %v: it waited for the bound, not for the end", action, d)
 		}
-		// The obedient process wrote its farewell, and it is on the disk.
+		// The obedient process wrote its farewell, which is on the disk.
 		dump, err := exec.Command("debugfs", "-R", "cat /bye", disk).Output()
 		if err != nil || string(dump) != "farewell\n" {
 			t.Errorf("%s: farewell is %q, %v; %s", action, dump, err, out)
@@ -45,8 +45,8 @@ func TestShutdown(t *testing.T) {
 	}
 }
 
-// helpShutdown is PID 1 of a namespace that holds nothing of the host: no
-// mount of it is left, so that nothing of it can be made read-only.
+// helpShutdown is PID 1 of a namespace without any mount of the host, so that no
+// mount of the host can be made read-only.
 func helpShutdown() error {
 	if os.Getpid() != 1 {
 		return errors.New("not PID 1 of a namespace")
@@ -140,7 +140,7 @@ func TestParseMountLine(t *testing.T) {
 	}
 }
 
-// expectClean wants an ext4 image without a journal to replay.
+// expectClean expects an ext4 image without a journal to replay.
 func expectClean(t *testing.T, image string) {
 	t.Helper()
 	state, err := exec.Command("dumpe2fs", "-h", image).Output()
@@ -149,8 +149,8 @@ func expectClean(t *testing.T, image string) {
 	}
 }
 
-// newImage makes a filesystem image with a mkfs tool, which gets the file and
-// the extra arguments behind it.
+// newImage makes a filesystem image with a mkfs tool. The tool gets the file and then
+// the extra arguments.
 func newImage(t *testing.T, mkfs string, args ...string) string {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "disk.img")

@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// TestStartAttachedKeepsTheBeginning: the program writes far more than the
-// ring holds before anybody reads. Its readers were there first, so it waits
-// for them and not a byte is lost; a reader attached now would have come late.
+// TestStartAttachedKeepsTheBeginning: the program writes far more than the ring holds
+// before its output is read. Its readers were attached first, so it waits for them
+// and no byte is lost. A reader attached now would be too late.
 func TestStartAttachedKeepsTheBeginning(t *testing.T) {
 	const total, limit = 1 << 20, 4 << 10
 	ps := newProcesses(t, Config{OutputLimit: limit})
@@ -43,8 +43,9 @@ func TestStartAttachedKeepsTheBeginning(t *testing.T) {
 	}
 }
 
-// TestPrepareRunsBeforeTheProgram: between fork and pump the reaper may take
-// the output of a program that has ended at once, so neither is early enough.
+// TestPrepareRunsBeforeTheProgram: prepare runs before the fork, because between fork
+// and pump the reaper may already take the output of a program that has ended at
+// once.
 func TestPrepareRunsBeforeTheProgram(t *testing.T) {
 	ps := newProcesses(t, Config{})
 	called := false

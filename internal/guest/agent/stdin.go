@@ -14,7 +14,7 @@ type input struct {
 	file *os.File
 	raw  syscall.RawConn
 	tty  bool
-	turn chan struct{} // cap 1: held by the one writer whose turn it is
+	turn chan struct{} // cap 1: held by the writer whose turn it is
 }
 
 func newInput(file *os.File, tty bool) (*input, error) {
@@ -25,8 +25,8 @@ func newInput(file *os.File, tty bool) (*input, error) {
 	return &input{file: file, raw: raw, tty: tty, turn: make(chan struct{}, 1)}, nil
 }
 
-// write writes all of p, waiting for room as long as neither done nor stop
-// closes. Only the caller waits.
+// write writes all of p, and waits for room until done or stop closes. Only the
+// caller waits.
 func (in *input) write(stop, done <-chan struct{}, p []byte) (int, error) {
 	select {
 	case in.turn <- struct{}{}:
@@ -52,7 +52,8 @@ func (in *input) write(stop, done <-chan struct{}, p []byte) (int, error) {
 		err = nil
 		return true
 	}
-	// First without waiting: usually there is room, and no helper is needed.
+	// The first attempt does not wait: usually there is room, and no helper goroutine
+	// is needed.
 	if closed := in.raw.Control(func(fd uintptr) { step(fd) }); closed != nil {
 		return 0, ErrClosed
 	}
@@ -70,7 +71,7 @@ func (in *input) write(stop, done <-chan struct{}, p []byte) (int, error) {
 	return written, failed("write", "stdin", err)
 }
 
-// wait runs step whenever there is room, until it is content or stop closes.
+// wait runs step whenever there is room, until step returns true or stop closes.
 func (in *input) wait(stop <-chan struct{}, step func(uintptr) bool) error {
 	written, watched := make(chan struct{}), make(chan struct{})
 	go func() {

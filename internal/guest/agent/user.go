@@ -10,14 +10,14 @@ import (
 )
 
 const (
-	// maxAccountFile bounds what is read of /etc/passwd and /etc/group: they
+	// maxAccountFile bounds how much is read of /etc/passwd and /etc/group. They
 	// belong to the sandbox, which may have written anything into them.
 	maxAccountFile = 1 << 20
 	// maxGroups is NGROUPS_MAX of Linux since 2.6.4.
 	maxGroups = 65536
 )
 
-// Identity is who a process runs as or a file is touched as.
+// Identity is the user that a process runs as, or that a file is accessed as.
 type Identity struct {
 	UID, GID uint32
 	Groups   []uint32 // supplementary
@@ -30,8 +30,8 @@ type Identity struct {
 // groups add nothing to those.
 func (id *Identity) root() bool { return id.UID == 0 && id.GID == 0 }
 
-// Accounts reads users and groups. It keeps nothing: the files may change at
-// any time, and a cache would be dirtied in every fork.
+// Accounts reads users and groups. It caches nothing: the files may change at any
+// time, and every fork would dirty a cache.
 type Accounts struct {
 	Passwd string // default /etc/passwd
 	Group  string // default /etc/group
@@ -47,10 +47,10 @@ func orDefault(s, def string) string {
 	return s
 }
 
-// Lookup resolves "name", "uid", "name:group", "uid:gid" and the mixtures. ""
-// is root. As with Docker's USER, an unknown numeric uid gets gid 0, and naming
-// a group drops the memberships in /etc/group. A missing file is an empty one:
-// numeric ids and root work without it.
+// Lookup resolves "name", "uid", "name:group", "uid:gid" and the mixtures. "" is
+// root. As with Docker's USER, an unknown numeric uid gets gid 0, and naming a group
+// drops the memberships in /etc/group. A missing file counts as empty: numeric ids
+// and root work without it.
 func (a Accounts) Lookup(spec string) (Identity, error) {
 	if len(spec) > 256 || strings.IndexByte(spec, 0) >= 0 {
 		return Identity{}, fail(ErrBadUser, "look up user", "", "longer than 256 bytes, or holds a zero byte")
@@ -119,7 +119,7 @@ func (a Accounts) LookupGroup(group string) (uint32, error) {
 	return 0, fail(ErrBadUser, "look up group", group, "no such group in "+orDefault(a.Group, "/etc/group"))
 }
 
-// nameCache remembers the names met during one call (a listing has few owners).
+// nameCache caches the names of one call (a listing has few owners).
 type nameCache struct {
 	accounts      Accounts
 	passwd, group []byte
@@ -251,8 +251,8 @@ func parseID(s string) (uint32, bool) {
 	return uint32(n), true
 }
 
-// readBounded reads a small regular file, or nothing: a missing file, a FIFO
-// put in its place and a file that is too large all read as empty.
+// readBounded reads a small regular file. A missing file, a FIFO in its place and a
+// file that is too large all read as empty.
 func readBounded(name string) []byte {
 	data, err := readFile(name, maxAccountFile)
 	if err != nil {
@@ -261,8 +261,8 @@ func readBounded(name string) []byte {
 	return data
 }
 
-// readFile reads a regular file of at most limit bytes without ever blocking
-// on what it finds there.
+// readFile reads a regular file of at most limit bytes. It never blocks, whatever
+// kind of file it finds.
 func readFile(name string, limit int) ([]byte, error) {
 	return readFileAt(unix.AT_FDCWD, name, 0, limit)
 }
@@ -280,7 +280,7 @@ func readFileAt(dirfd int, name string, flags, limit int) ([]byte, error) {
 	if st.Mode&unix.S_IFMT != unix.S_IFREG {
 		return nil, ErrNotRegular
 	}
-	// Files of /proc say size 0; the buffer grows until a read returns nothing.
+	// Files of /proc report size 0. The buffer grows until a read returns no bytes.
 	size := 512
 	if st.Size > 0 && st.Size < int64(limit) {
 		size = int(st.Size) + 1

@@ -23,7 +23,7 @@ func TestLookup(t *testing.T) {
 		}
 		wantKind(t, err, ErrBadUser)
 	}
-	// Without the files there are still root and numbers.
+	// Without the files, root and numeric ids still work.
 	none := Accounts{Passwd: "/nowhere/passwd", Group: "/nowhere/group"}
 	for spec, want := range map[string]Identity{
 		"":      {Name: "root", Home: "/root", Shell: "/bin/sh"},
@@ -40,7 +40,7 @@ func TestLookup(t *testing.T) {
 	if gid, err := none.LookupGroup("root"); gid != 0 || err != nil {
 		t.Error(gid, err)
 	}
-	// A user whose name is a number is found by the name.
+	// A user whose name is a number is found by that name.
 	dir := t.TempDir()
 	digits := Accounts{Passwd: writeTestFile(t, dir+"/p", "a:x:42:1::/:\n42:x:43:2::/:\n", 0o600)}
 	if id, err := digits.Lookup("42"); err != nil || id.UID != 43 {

@@ -14,12 +14,12 @@ import (
 // maxWatches bounds the folders of one recursive watch.
 const maxWatches = 8192
 
-// EventKind says what happened to a watched path.
+// EventKind is the kind of a change to a watched path.
 type EventKind uint8
 
 // The kinds of events.
 const (
-	EventCreate   EventKind = iota + 1 // made, or found in a folder that is new
+	EventCreate   EventKind = iota + 1 // made, or found in a new folder
 	EventWrite                         // content changed
 	EventClose                         // closed after it was open for writing
 	EventAttrib                        // mode, owner, times or link count changed
@@ -41,9 +41,9 @@ type Event struct {
 const watchMask = unix.IN_CREATE | unix.IN_MODIFY | unix.IN_CLOSE_WRITE | unix.IN_ATTRIB | unix.IN_DELETE |
 	unix.IN_MOVED_FROM | unix.IN_MOVED_TO | unix.IN_DELETE_SELF | unix.IN_MOVE_SELF | unix.IN_EXCL_UNLINK
 
-// Watch reports changes of a file or folder. The queue is the kernel's own
-// (fs.inotify.max_queued_events), whose overflow is an EventOverflow: an idle
-// watch costs no goroutine and no buffer.
+// Watch reports changes of a file or folder. It uses the kernel's own queue
+// (fs.inotify.max_queued_events), whose overflow is reported as EventOverflow. So an
+// idle watch costs no goroutine and no buffer.
 type Watch struct {
 	id        *Identity
 	root      string
@@ -57,10 +57,10 @@ type Watch struct {
 	gone    bool
 }
 
-// Watch starts watching path. With recursive the folders below it are watched
-// too, also those made later. What is made in a new folder before its watch is
-// in place is found by listing it; so an EventCreate may come twice, but not
-// never.
+// Watch starts watching path. With recursive it also watches the folders below it,
+// including those made later. Files made in a new folder before its watch is in place
+// are found by listing the folder. So an EventCreate may come twice, but is never
+// missing.
 func (f *Files) Watch(path string, recursive bool) (*Watch, error) {
 	path, err := checkPath("watch", path)
 	if err != nil {
@@ -76,7 +76,7 @@ func (f *Files) Watch(path string, recursive bool) (*Watch, error) {
 		err = w.id.do(func() error { return w.addTree(fd, path, false) })
 	}
 	if err != nil {
-		_ = w.file.Close() // the first error is the one to tell
+		_ = w.file.Close() // the first error is returned
 		return nil, failed("watch", path, err)
 	}
 	return w, nil
@@ -149,7 +149,7 @@ func (w *Watch) handle(wd int32, mask, cookie uint32, name string) {
 	}
 	path, ok := w.dirs[wd]
 	if !ok {
-		return // left over from a watch that was removed
+		return // an event of a watch that was removed
 	}
 	dir := mask&unix.IN_ISDIR != 0
 	isRoot := path == w.root
@@ -163,7 +163,7 @@ func (w *Watch) handle(wd int32, mask, cookie uint32, name string) {
 			w.end(path)
 		}
 	case mask&(unix.IN_DELETE_SELF|unix.IN_MOVE_SELF|unix.IN_UNMOUNT) != 0:
-		// Of a subfolder its parent tells.
+		// For a subfolder, its parent's watch reports this.
 		if isRoot {
 			w.end(path)
 		}
@@ -185,7 +185,8 @@ func (w *Watch) handle(wd int32, mask, cookie uint32, name string) {
 	case mask&unix.IN_CLOSE_WRITE != 0:
 		w.emit(EventClose, path, dir, 0)
 	case mask&unix.IN_ATTRIB != 0:
-		// A subfolder's own watch and its parent's both tell; once is enough.
+		// A subfolder's own watch and its parent's both report it; one event is
+		// enough.
 		if name != "" || isRoot {
 			w.emit(EventAttrib, path, dir, 0)
 		}
@@ -203,7 +204,8 @@ func (w *Watch) end(path string) {
 	}
 }
 
-// enter watches a folder that appeared, and what is in it already.
+// enter watches a folder that appeared, and reports the files that it already
+// contains.
 func (w *Watch) enter(path string, dir bool) {
 	if dir && w.recursive {
 		w.add(path, true)
@@ -222,14 +224,14 @@ func (w *Watch) add(path string, report bool) {
 	closed := w.raw.Control(func(fd uintptr) {
 		err = w.id.do(func() error { return w.addTree(int(fd), path, report) })
 	})
-	// A folder that vanished again has its own events. Any other reason means
-	// that changes in it will be missed.
+	// A folder that vanished again has its own events. Any other error means that
+	// changes in it will be missed.
 	if closed == nil && err != nil && err != syscall.ENOENT && err != syscall.ENOTDIR {
 		w.emit(EventOverflow, path, true, 0)
 	}
 }
 
-// leave stops watching a folder that moved away: its paths are no longer true.
+// leave stops watching a folder that moved away, since its paths are no longer valid.
 func (w *Watch) leave(path string) {
 	_ = w.raw.Control(func(fd uintptr) { // an error means that the watch is closed
 		for wd, p := range w.dirs {
@@ -241,8 +243,8 @@ func (w *Watch) leave(path string) {
 	})
 }
 
-// addTree watches path, and with recursive the folders in it. With report it
-// tells of everything found, which may have been made before the watch was.
+// addTree watches path, and with recursive the folders in it. With report it reports
+// everything that it finds, since that may have been made before the watch.
 func (w *Watch) addTree(fd int, path string, report bool) error {
 	todo := []string{path}
 	for len(todo) > 0 {
@@ -255,13 +257,14 @@ func (w *Watch) addTree(fd int, path string, report bool) error {
 		if len(w.dirs) >= maxWatches {
 			return fail(ErrTooMany, "watch", at, "more than 8192 folders")
 		}
-		// The watch first and the listing after it: nothing falls in between.
+		// The watch is added before the folder is listed, so that no change is
+		// missed.
 		wd, err := unix.InotifyAddWatch(fd, at, mask)
 		if err != nil {
 			if at == path {
 				return err
 			}
-			continue // vanished, or not for this user to read
+			continue // it has vanished, or the user may not read it
 		}
 		w.dirs[int32(wd)] = at
 		if !w.recursive {
@@ -269,7 +272,7 @@ func (w *Watch) addTree(fd int, path string, report bool) error {
 		}
 		dir, err := open(unix.AT_FDCWD, at, unix.O_RDONLY|unix.O_DIRECTORY, 0)
 		if err != nil {
-			continue // a file, or gone
+			continue // it is a file, or has vanished
 		}
 		err = eachName(dir, func(name []byte) bool {
 			sub := joinPath(at, string(name))

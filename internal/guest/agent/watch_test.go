@@ -98,7 +98,7 @@ func TestWatchRecursive(t *testing.T) {
 	defer w.Close()
 	writeTestFile(t, dir+"/old/deep/file", "x", 0o600)
 	expectEvent(t, w, EventClose, dir+"/old/deep/file")
-	// Made before the agent can have put a watch on the folders.
+	// These are made before the agent can have put a watch on the folders.
 	os.MkdirAll(dir+"/new/a/b/c", 0o755)
 	writeTestFile(t, dir+"/new/a/b/c/raced", "x", 0o600)
 	expectEvent(t, w, EventCreate, dir+"/new/a/b/c/raced")
@@ -109,7 +109,7 @@ func TestWatchRecursive(t *testing.T) {
 	expectEvent(t, w, EventMoveTo, dir+"/old/a")
 	writeTestFile(t, dir+"/old/a/b/moved", "x", 0o600)
 	expectEvent(t, w, EventCreate, dir+"/old/a/b/moved")
-	// And out of it: nothing more is told of it.
+	// The folder moves out of the tree, and no more events are reported for it.
 	outside := openDir(t)
 	os.Rename(dir+"/old/a", outside+"/a")
 	expectEvent(t, w, EventMoveFrom, dir+"/old/a")
@@ -146,7 +146,7 @@ func TestWatchOverflow(t *testing.T) {
 		os.Symlink("x", name)
 		os.Remove(name)
 	}
-	os.Mkdir(dir+"/lost", 0o755) // its event does not fit any more
+	os.Mkdir(dir+"/lost", 0o755) // no room is left for its event
 	expectEvent(t, w, EventOverflow, dir)
 	writeTestFile(t, dir+"/lost/file", "x", 0o600)
 	expectEvent(t, w, EventCreate, dir+"/lost/file")

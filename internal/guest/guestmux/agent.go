@@ -5,10 +5,9 @@ import (
 	"io"
 )
 
-// Serve is the agent's end: it accepts streams until the channel ends. accept
-// is called in a goroutine of its own. It says whether the stream is accepted,
-// by a nil error, before it returns serve, which is called then and owns the
-// stream.
+// Serve is the agent's end. It accepts streams until the channel ends. It calls
+// accept in a goroutine of its own. With a nil error accept accepts the stream, and
+// returns serve, which is then called and owns the stream.
 func Serve(ch io.ReadWriteCloser, accept func(port uint32) (serve func(*Stream), err error)) error {
 	m := newMux(ch)
 	return m.run(func(k kind, epoch uint64, id uint32, payload []byte) error {
@@ -36,7 +35,7 @@ func Serve(ch io.ReadWriteCloser, accept func(port uint32) (serve func(*Stream),
 	})
 }
 
-// open begins a stream that the host asks for.
+// open begins a stream that the host has asked for.
 func (m *mux) open(epoch uint64, id, port uint32, accept func(uint32) (func(*Stream), error)) {
 	s := newStream(m, id, epoch)
 	m.mu.Lock()

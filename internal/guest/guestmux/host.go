@@ -10,18 +10,18 @@ import (
 // Host is the host's end.
 type Host struct {
 	m     *mux
-	ready chan uint64 // epochs that the agent has taken up
+	ready chan uint64 // epochs that the agent has confirmed
 	done  chan struct{}
 
 	lastID uint32 // protected by m.mu
 }
 
-// NewHost serves the host's end of a channel. Reset comes next.
+// NewHost serves the host's end of a channel. The caller's next step is Reset.
 func NewHost(ch io.ReadWriteCloser) *Host {
 	h := &Host{m: newMux(ch), ready: make(chan uint64, 1), done: make(chan struct{})}
 	go func() {
 		defer close(h.done)
-		_ = h.m.run(h.handle) // Err says why it ended
+		_ = h.m.run(h.handle) // Err returns the reason for its end
 	}()
 	return h
 }
@@ -35,7 +35,7 @@ func (h *Host) handle(k kind, epoch uint64, id uint32, payload []byte) error {
 		if current {
 			select {
 			case h.ready <- epoch:
-			default: // said twice
+			default: // the agent has sent READY twice
 			}
 		}
 		return nil
@@ -57,9 +57,9 @@ func (h *Host) handle(k kind, epoch uint64, id uint32, payload []byte) error {
 	return h.m.stream(k, epoch, id, payload)
 }
 
-// Reset makes the agent forget all streams, which may be those of another host,
-// and waits until it has. epoch must be one that no host of the sandbox, or of
-// those it is a copy of, has used: a random number.
+// Reset makes the agent drop all streams, including those of another host, and waits
+// until it has. epoch must be a number that no host of the sandbox, or of the
+// sandboxes that it is a copy of, has used: a random number.
 func (h *Host) Reset(ctx context.Context, epoch uint64) error {
 	h.m.mu.Lock()
 	h.m.epoch = epoch
@@ -125,7 +125,7 @@ func (h *Host) Open(ctx context.Context, port uint32) (*Stream, error) {
 // Done is closed when the channel has ended.
 func (h *Host) Done() <-chan struct{} { return h.done }
 
-// Err says why the channel ended, once it has.
+// Err returns why the channel ended, once it has ended.
 func (h *Host) Err() error {
 	h.m.mu.Lock()
 	defer h.m.mu.Unlock()

@@ -1,6 +1,6 @@
-// Package guestmux carries many streams over one socket that keeps messages
-// apart (SOCK_SEQPACKET): the way to the agent of a sandbox that has no vsock.
-// The host opens streams, the agent accepts them.
+// Package guestmux carries many streams over one socket that preserves message
+// boundaries (SOCK_SEQPACKET). It is the channel to the agent of a sandbox without
+// vsock. The host opens streams, the agent accepts them.
 //
 // # Messages
 //
@@ -23,20 +23,19 @@
 //
 // # Epochs
 //
-// A copy of a sandbox goes on in the middle of whatever its agent did: it may
-// send what was meant for the host of the source, and it has that host's streams.
-// A message is whole or not there at all, and one of another epoch is dropped. So
-// the host of a copy sends RESET with an epoch that it has made up, and
-// whatever comes after READY belongs to it. The source and its streams notice
-// nothing.
+// A copy of a sandbox continues wherever its agent was: the agent may send messages
+// that were meant for the source's host, and it has that host's streams. Messages
+// arrive whole or not at all, and messages of another epoch are dropped. So the host
+// of a copy sends RESET with a random epoch, and all messages after READY belong to
+// it. The source and its streams are not affected.
 //
 // # Waiting
 //
-// Each stream has a window of 256 KiB per direction, so that one which nobody
-// reads delays no other. The read loop never writes, and so always reads; hence
-// the other end's writes make progress.
+// Each stream has a window of 256 KiB per direction, so that a stream that is not
+// read delays no other. The read loop never writes, and so always reads; hence the
+// other end's writes make progress.
 //
-// Nothing here uses reflection, net or fmt: the agent is made of it.
+// Nothing here uses reflection, net or fmt, because the agent links this package.
 package guestmux
 
 import (
@@ -50,11 +49,12 @@ const (
 	headerSize = 13
 	// MaxPayload bounds a message.
 	MaxPayload = 32 << 10
-	// window is what a stream may send before the other end has read it.
+	// window is how many bytes an end may send on a stream before the other end has
+	// read any.
 	window = 256 << 10
-	// maxStreams bounds those that are open at a time.
+	// maxStreams bounds the open streams.
 	maxStreams = 1024
-	// maxReason bounds what an end can say about a stream that it ends.
+	// maxReason bounds the text of an ABORT.
 	maxReason = 256
 )
 
@@ -75,11 +75,11 @@ const (
 var (
 	// ErrClosed says that the stream was closed, by either end.
 	ErrClosed = errors.New("stream closed")
-	// ErrViolation says that the other end does not keep to the protocol.
+	// ErrViolation says that the other end violated the protocol.
 	ErrViolation = errors.New("the other end of the channel broke the protocol")
 )
 
-// mux is what both ends have in common.
+// mux is the part that both ends share.
 type mux struct {
 	ch io.ReadWriteCloser
 
@@ -96,8 +96,7 @@ func newMux(ch io.ReadWriteCloser) *mux {
 	return &mux{ch: ch, streams: map[uint32]*Stream{}, out: make([]byte, 0, headerSize+64)}
 }
 
-// send writes one message, waiting for room. It must not be called by the read
-// loop.
+// send writes one message and waits for room. The read loop must not call it.
 func (m *mux) send(k kind, epoch uint64, stream uint32, payload []byte) error {
 	m.sending.Lock()
 	defer m.sending.Unlock()
@@ -113,7 +112,7 @@ func (m *mux) send(k kind, epoch uint64, stream uint32, payload []byte) error {
 	return err
 }
 
-// run reads messages until the channel ends, and says why it did.
+// run reads messages until the channel ends, and returns the reason.
 func (m *mux) run(handle func(k kind, epoch uint64, stream uint32, payload []byte) error) error {
 	buf := make([]byte, headerSize+MaxPayload)
 	for {
@@ -145,7 +144,7 @@ func (m *mux) fail(err error) {
 	}
 }
 
-// take removes all streams; the lock must be held.
+// take removes and returns all streams. The caller holds m.mu.
 func (m *mux) take() map[uint32]*Stream {
 	old := m.streams
 	m.streams = map[uint32]*Stream{}
@@ -160,8 +159,8 @@ func (m *mux) forget(s *Stream) {
 	}
 }
 
-// stream handles the messages that both ends know. One for a stream that is
-// not there was sent before the other end knew.
+// stream handles the messages that both ends understand. A message for an unknown
+// stream was sent before the other end learned of the stream's end, so it is dropped.
 func (m *mux) stream(k kind, epoch uint64, id uint32, payload []byte) error {
 	m.mu.Lock()
 	s := m.streams[id]

@@ -31,8 +31,8 @@ func pair(t testing.TB) (host, agent *os.File) {
 	return host, agent
 }
 
-// echo serves port 1 by sending everything back, port 2 by reading nothing, and
-// refuses the others.
+// echo serves port 1 by sending all bytes back and port 2 by reading none. It refuses
+// all other ports.
 func echo(port uint32) (func(*Stream), error) {
 	switch port {
 	case 1:
@@ -60,7 +60,8 @@ func start(t testing.TB, epoch uint64) (*Host, context.Context) {
 	return h, ctx
 }
 
-// echoes sends bytes through a stream and wants them back, and its end.
+// echoes sends bytes through a stream, and expects them back, followed by the end of
+// the stream.
 func echoes(t testing.TB, h *Host, ctx context.Context, data []byte) {
 	t.Helper()
 	s, err := h.Open(ctx, 1)
@@ -69,7 +70,7 @@ func echoes(t testing.TB, h *Host, ctx context.Context, data []byte) {
 		return
 	}
 	go func() {
-		_, _ = s.Write(data) // what is missing is noticed
+		_, _ = s.Write(data) // missing bytes are noticed by the reader
 		_ = s.CloseWrite()
 	}()
 	got, err := io.ReadAll(s)
@@ -81,8 +82,8 @@ func echoes(t testing.TB, h *Host, ctx context.Context, data []byte) {
 	}
 }
 
-// TestStreams: many at once, each with more than its window, beside one that
-// nobody reads.
+// TestStreams: many streams at once, each with more bytes than its window, beside one
+// that is not read.
 func TestStreams(t *testing.T) {
 	h, ctx := start(t, 7)
 	stalled, err := h.Open(ctx, 2)
@@ -152,8 +153,8 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-// TestCopy: a copy of an agent, which has streams of the source and sends what
-// was meant for its host, serves a new host as if it were new.
+// TestCopy: a copy of an agent has streams of the source, and sends messages that
+// were meant for the source's host. It serves a new host as if it were new.
 func TestCopy(t *testing.T) {
 	ours, theirs := pair(t)
 	go func() { _ = Serve(theirs, echo) }()
@@ -167,8 +168,8 @@ func TestCopy(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The copy has another host on the same end: what the first sends from here
-	// on is of another epoch.
+	// The copy gets another host on the same end. Messages of the first host from
+	// here on belong to another epoch.
 	if err := source.m.send(kindReset, 2, 0, nil); err != nil {
 		t.Fatal(err)
 	}
@@ -184,7 +185,7 @@ func TestCopy(t *testing.T) {
 	echoes(t, source, ctx, []byte("of the copy"))
 }
 
-// TestChannelEnds: whoever waits is told.
+// TestChannelEnds: waiting calls return when the channel ends.
 func TestChannelEnds(t *testing.T) {
 	ours, theirs := pair(t)
 	go func() { _ = Serve(theirs, echo) }()
@@ -226,8 +227,8 @@ func message(k kind, epoch uint64, id uint32, payload ...byte) []byte {
 	return append(binary.LittleEndian.AppendUint32(b, id), payload...)
 }
 
-// TestHostileAgent: an agent that does not keep to the protocol ends its
-// channel, and no more.
+// TestHostileAgent: an agent that violates the protocol ends its channel, and does no
+// other harm.
 func TestHostileAgent(t *testing.T) {
 	big := make([]byte, MaxPayload)
 	for name, said := range map[string][][]byte{
@@ -264,8 +265,8 @@ func TestHostileAgent(t *testing.T) {
 	}
 }
 
-// FuzzHost: whatever an agent says, its host does not panic, and keeps no more
-// than a window of it.
+// FuzzHost: for any messages of an agent, its host does not panic and keeps at most a
+// window of bytes.
 func FuzzHost(f *testing.F) {
 	f.Add([]byte{byte(kindData), 1, byte(kindEnd), 0})
 	f.Add([]byte{byte(kindWindow), 4, byte(kindAbort), 3, byte(kindOpened), 0, byte(kindReady), 0})

@@ -6,8 +6,8 @@ import (
 	"sync"
 )
 
-// Stream is one connection. One goroutine may read and one may write at a time;
-// the other methods may be called by any.
+// Stream is one connection. One goroutine may read and one may write at a time. The
+// other methods may be called from any goroutine.
 type Stream struct {
 	m     *mux
 	id    uint32
@@ -17,10 +17,10 @@ type Stream struct {
 	changed  sync.Cond
 	opened   bool
 	in       []byte // received and not yet read
-	owed     uint32 // read, and not yet given back to the sender's window
-	credit   uint32 // what we may send
+	owed     uint32 // bytes read, and not yet returned to the sender's window
+	credit   uint32 // bytes that we may still send
 	sentEnd  bool
-	inEnd    bool // the other end sends no more
+	inEnd    bool // the other end will send no more data
 	finished bool // closed, aborted, or the channel is gone
 	reason   string
 }
@@ -31,8 +31,8 @@ func newStream(m *mux, id uint32, epoch uint64) *Stream {
 	return s
 }
 
-// Read implements io.Reader. A stream that was closed by the other end has
-// ended: io.EOF.
+// Read implements io.Reader. It returns io.EOF once the other end has closed the
+// stream.
 func (s *Stream) Read(p []byte) (int, error) {
 	s.mu.Lock()
 	for len(s.in) == 0 && !s.inEnd && !s.finished {
@@ -50,7 +50,7 @@ func (s *Stream) Read(p []byte) (int, error) {
 	}
 	s.mu.Unlock()
 	if give > 0 {
-		// An error ends the channel, which the next call says.
+		// An error ends the channel, and the next call returns it.
 		_ = s.m.send(kindWindow, s.epoch, s.id, binary.LittleEndian.AppendUint32(nil, give))
 	}
 	if n == 0 && len(p) > 0 {
@@ -90,7 +90,7 @@ func (s *Stream) reserve(want int) (int, error) {
 	return n, nil
 }
 
-// CloseWrite tells the other end that nothing more comes.
+// CloseWrite tells the other end that no more data will come.
 func (s *Stream) CloseWrite() error {
 	s.mu.Lock()
 	if s.finished || s.sentEnd {

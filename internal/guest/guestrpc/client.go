@@ -16,9 +16,9 @@ const clientWindow = 256 << 10
 // dialTimeout bounds the handshake of Dial.
 const dialTimeout = 10 * time.Second
 
-// Client is the host's end of a session. All methods may be called
-// concurrently. A method returns the context's error if that ends first; this
-// cancels the call in the guest and leaves the session as it is.
+// Client is the host's end of a session. All methods may be called concurrently. If
+// the context ends first, a method returns the context's error. The call in the guest
+// is then cancelled, and the session goes on.
 type Client struct {
 	s *session
 
@@ -34,10 +34,10 @@ func Dial(conn io.ReadWriteCloser) (*Client, error) {
 	return NewClient(ctx, conn)
 }
 
-// NewClient exchanges hellos over conn and returns a client that owns it. The
-// answer comes from the agent itself, so a guest whose client exists is up.
-// ctx bounds the handshake only. conn must be such that Close ends a Read that
-// is under way, as with every net.Conn; conn is closed if NewClient fails.
+// NewClient exchanges hellos over conn and returns a client that owns it. The hello
+// comes from the agent itself, so the guest is up once the client exists. ctx bounds
+// the handshake only. Closing conn must end a Read that is under way, as with every
+// net.Conn. NewClient closes conn if it fails.
 func NewClient(ctx context.Context, conn io.ReadWriteCloser, capabilities ...string) (*Client, error) {
 	c := newClient(conn, clientWindow)
 	s := c.s
@@ -69,7 +69,7 @@ func newClient(conn io.ReadWriteCloser, window uint32) *Client {
 }
 
 func (c *Client) start() {
-	go func() { _ = c.s.readLoop() }() // Err says why it ended
+	go func() { _ = c.s.readLoop() }() // Err returns the reason for its end
 }
 
 func (c *Client) handshake(capabilities []string) error {
@@ -85,7 +85,7 @@ func (c *Client) handshake(capabilities []string) error {
 	return err
 }
 
-// ErrClosed is the reason that Client.Err gives after Close.
+// ErrClosed is the reason that Client.Err returns after Close.
 var ErrClosed = errors.New("session closed")
 
 // Close ends the session. Calls under way fail; processes keep running.
@@ -110,10 +110,10 @@ func (c *Client) Err() error {
 // Version returns the protocol version in use.
 func (c *Client) Version() int { return int(c.s.version) }
 
-// Capabilities returns what the agent said it can do beyond its version.
+// Capabilities returns the agent's capabilities beyond its version.
 func (c *Client) Capabilities() []string { return slices.Clone(c.s.peer.capabilities) }
 
-// Can reports whether the agent said that it can do something.
+// Can reports whether the agent has a capability.
 func (c *Client) Can(capability string) bool {
 	return slices.Contains(c.s.peer.capabilities, capability)
 }
@@ -146,8 +146,8 @@ func (c *Client) Ping(ctx context.Context) error {
 	}
 }
 
-// onPong takes the answer to a ping; one that nobody waits for any more is
-// dropped.
+// onPong takes the answer to a ping. It drops an answer that no caller waits for any
+// more.
 func (c *Client) onPong(token uint64) {
 	c.mu.Lock()
 	if answered, ok := c.pings[token]; ok {
@@ -186,7 +186,8 @@ func (c *Client) open(ctx context.Context, m Method, req message) (*stream, erro
 	if uint32(len(payload)) > c.s.peer.maxPayload {
 		return nil, newError(CodeInvalidArgument, "request is larger than a frame (64 KiB); pass large data as file contents or stdin")
 	}
-	// Ids must reach the guest in order, so they are given out in the write turn.
+	// Ids must reach the guest in order, so each is assigned while its caller holds
+	// the write turn.
 	if err := c.s.w.acquire(ctx.Done()); err != nil {
 		return nil, c.writeError(ctx, err)
 	}
@@ -203,7 +204,7 @@ func (c *Client) open(ctx context.Context, m Method, req message) (*stream, erro
 	return st, nil
 }
 
-// register gives a call its stream.
+// register makes the stream of a call.
 func (c *Client) register(m Method) (*stream, error) {
 	s := c.s
 	s.mu.Lock()
@@ -315,22 +316,22 @@ func (c *Client) Sync(ctx context.Context) error {
 	return c.call(ctx, MethodSync, &empty{}, &empty{})
 }
 
-// Renew gives a fork an identity of its own. If it fails, the fork still has
-// that of its parent, all of it or a part, and must not be used. The caller
-// wipes req.Entropy when it is done with it.
+// Renew gives a fork an identity of its own. If it fails, the fork still has all or a
+// part of its parent's identity, and must not be used. The caller wipes req.Entropy
+// afterwards.
 func (c *Client) Renew(ctx context.Context, req RenewRequest) (RenewReply, error) {
 	var reply RenewReply
 	err := c.call(ctx, MethodRenew, &req, &reply)
 	return reply, err
 }
 
-// SetClock sets the guest's wall clock. Agents with CanSetClock know it.
+// SetClock sets the guest's wall clock. The agent must have CanSetClock.
 func (c *Client) SetClock(ctx context.Context, req SetClockRequest) error {
 	return c.call(ctx, MethodSetClock, &req, &empty{})
 }
 
-// Shutdown ends the guest. It returns once the agent has accepted; Done tells
-// when the connection is gone.
+// Shutdown ends the guest. It returns once the agent has accepted. Done is closed
+// when the connection has ended.
 func (c *Client) Shutdown(ctx context.Context, req ShutdownRequest) error {
 	st, err := c.openStreaming(ctx, MethodShutdown, &req, &empty{})
 	if err != nil {

@@ -15,9 +15,10 @@ func (c *Client) SetEnv(ctx context.Context, req SetEnvRequest) error {
 	return c.call(ctx, MethodSetEnv, &req, &empty{})
 }
 
-// AttachedCode is a connection to an execution in the guest, which does not
-// depend on it: CodeAttach finds it again. Stdout, Stderr and the events have to
-// be read, each to its end: an execution whose output is not read is held up.
+// AttachedCode is a connection to an execution in the guest. The execution does not
+// depend on it: CodeAttach finds the execution again. Stdout, Stderr and the events
+// have to be read, each to its end, because an execution whose output is not read
+// blocks.
 type AttachedCode struct {
 	st      *stream
 	started CodeStarted
@@ -26,8 +27,7 @@ type AttachedCode struct {
 	next    atomic.Int64 // sequence number of the next event
 }
 
-// StartCode starts an execution. The attachment ends with ctx, the execution does
-// not.
+// StartCode starts an execution. The attachment ends with ctx; the execution goes on.
 func (c *Client) StartCode(ctx context.Context, req CodeRunRequest) (*AttachedCode, error) {
 	source := req.Source
 	if len(source) > MaxCode {
@@ -41,7 +41,7 @@ func (c *Client) StartCode(ctx context.Context, req CodeRunRequest) (*AttachedCo
 	if err != nil {
 		return nil, err
 	}
-	// If the guest has refused the call, the headers say why.
+	// If the guest has refused the call, waiting for the headers returns the reason.
 	if _, err = io.Copy(execStdin{st}, strings.NewReader(source)); err == nil {
 		_ = st.closeWrite(Stdin)
 	}
@@ -74,24 +74,24 @@ func newAttachedCode(st *stream) (*AttachedCode, error) {
 	return x, nil
 }
 
-// ID names the execution.
+// ID is the id of the execution.
 func (x *AttachedCode) ID() string { return x.started.ID }
 
-// Started tells where the outputs begin.
+// Started says where the outputs begin.
 func (x *AttachedCode) Started() CodeStarted { return x.started }
 
-// Stdout reads what the execution writes.
+// Stdout reads the execution's standard output.
 func (x *AttachedCode) Stdout() io.Reader { return &x.stdout }
 
-// Stderr reads what the execution writes to standard error.
+// Stderr reads the execution's standard error.
 func (x *AttachedCode) Stderr() io.Reader { return &x.stderr }
 
-// Resume is the request that continues where this one has come to.
+// Resume is the request for an attachment that continues where this one is now.
 func (x *AttachedCode) Resume() CodeAttachRequest {
 	return CodeAttachRequest{ID: x.ID(), StdoutOffset: x.stdout.offset.Load(), StderrOffset: x.stderr.offset.Load(), Event: x.next.Load()}
 }
 
-// NextEvent waits for an event; io.EOF says that there are no more. Only one
+// NextEvent waits for an event. io.EOF says that no more events will come. Only one
 // goroutine may call it at a time.
 func (x *AttachedCode) NextEvent() (CodeEvent, error) {
 	e, err := readCodeEvent(readerFunc(func(p []byte) (int, error) { return x.st.read(Control, p) }))
@@ -105,7 +105,7 @@ func (x *AttachedCode) NextEvent() (CodeEvent, error) {
 	return e, err
 }
 
-// readCodeEvent reads an event: its length, then itself.
+// readCodeEvent reads the length of an event and the event.
 func readCodeEvent(r io.Reader) (CodeEvent, error) {
 	var e CodeEvent
 	var size [4]byte
@@ -119,7 +119,7 @@ func readCodeEvent(r io.Reader) (CodeEvent, error) {
 	if n > MaxCodeEvent+64 {
 		return e, malformedCodeEvent()
 	}
-	// Not more than has come: the length may be a lie.
+	// Memory grows only with the bytes that arrive, since the length may be a lie.
 	b, err := io.ReadAll(io.LimitReader(r, int64(n)))
 	if err != nil {
 		return e, err
@@ -139,15 +139,15 @@ func (x *AttachedCode) Wait() (CodeStatus, error) {
 	return status, err
 }
 
-// Close leaves the execution to itself.
+// Close detaches. The execution goes on.
 func (x *AttachedCode) Close() error {
 	x.st.abort(ErrClosed)
 	return nil
 }
 
-// Copy serves an attachment to the end of its execution: outputs are copied, and
-// events given to event, in order. Nil throws them away. If one of them fails,
-// it is closed.
+// Copy serves an attachment until its execution ends. It copies the outputs, and
+// passes the events to event, in order. Outputs and events whose argument is nil are
+// discarded. If a copy fails, the attachment is closed.
 func (x *AttachedCode) Copy(stdout, stderr io.Writer, event func(CodeEvent) error) (CodeStatus, error) {
 	var wg sync.WaitGroup
 	var errs [3]error
@@ -165,7 +165,7 @@ func (x *AttachedCode) Copy(stdout, stderr io.Writer, event func(CodeEvent) erro
 	wg.Wait()
 	if err := errors.Join(errs[:]...); err != nil {
 		if _, waitErr := x.Wait(); waitErr != nil && !errors.Is(waitErr, ErrClosed) {
-			err = waitErr // says why the copies failed
+			err = waitErr // the reason why the copies failed
 		}
 		return CodeStatus{}, err
 	}
@@ -188,7 +188,7 @@ func (x *AttachedCode) eachEvent(f func(CodeEvent) error) error {
 	}
 }
 
-// RunCode runs a source to its end, as Copy does.
+// RunCode starts a source and serves it until its end, as Copy does.
 func (c *Client) RunCode(ctx context.Context, req CodeRunRequest, stdout, stderr io.Writer, event func(CodeEvent) error) (CodeStatus, error) {
 	x, err := c.StartCode(ctx, req)
 	if err != nil {
@@ -203,7 +203,7 @@ func (c *Client) InterruptCode(ctx context.Context, req CodeInterruptRequest) er
 	return c.call(ctx, MethodCodeInterrupt, &req, &empty{})
 }
 
-// ReleaseCode forgets an execution that has ended, and its output.
+// ReleaseCode removes an execution that has ended, and its output.
 func (c *Client) ReleaseCode(ctx context.Context, id string) error {
 	return c.call(ctx, MethodCodeRelease, &CodeReleaseRequest{ID: id}, &empty{})
 }
@@ -222,13 +222,13 @@ func (c *Client) ListContexts(ctx context.Context) ([]CodeContext, error) {
 	return reply.Contexts, err
 }
 
-// RestartContext ends the interpreter of a context, and with it what runs there. The
-// next execution has a new one.
+// RestartContext ends the interpreter of a context, and with it the running
+// execution. The next execution gets a new interpreter.
 func (c *Client) RestartContext(ctx context.Context, id string) error {
 	return c.call(ctx, MethodCodeRestart, &CodeContextRequest{ID: id}, &empty{})
 }
 
-// CloseContext ends the interpreter of a context and forgets the context.
+// CloseContext ends the interpreter of a context and removes the context.
 func (c *Client) CloseContext(ctx context.Context, id string) error {
 	return c.call(ctx, MethodCodeClose, &CodeContextRequest{ID: id}, &empty{})
 }

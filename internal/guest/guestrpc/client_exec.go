@@ -7,12 +7,12 @@ import (
 	"sync/atomic"
 )
 
-// AttachedExec is a connection to a process in the guest. The process does not
-// depend on it: after Close, after its context has ended or after the
-// connection is lost, the process goes on and Attach finds it again.
+// AttachedExec is a connection to a process in the guest. The process does not depend
+// on it: after Close, after its context has ended or after the connection is lost,
+// the process goes on and Attach finds it again.
 //
-// Stdout and Stderr have to be read: a process whose output is not read is
-// held up once the window and its pipes are full, as with any pipe.
+// Stdout and Stderr have to be read: a process whose output is not read blocks once
+// the window and its pipes are full, as with any pipe.
 type AttachedExec struct {
 	c       *Client
 	st      *stream
@@ -21,7 +21,7 @@ type AttachedExec struct {
 	stderr  execReader
 }
 
-// execReader reads one output and knows how far it has come.
+// execReader reads one output and counts its offset.
 type execReader struct {
 	st      *stream
 	channel Channel
@@ -34,7 +34,7 @@ func (r *execReader) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// Exec starts a process. The attachment ends with ctx, the process does not.
+// Exec starts a process. The attachment ends with ctx; the process goes on.
 func (c *Client) Exec(ctx context.Context, req ExecRequest) (*AttachedExec, error) {
 	return c.execSession(ctx, MethodExec, &req)
 }
@@ -61,7 +61,7 @@ func (c *Client) execSession(ctx context.Context, m Method, req message) (*Attac
 // ID names the process for Attach, Signal and the others.
 func (x *AttachedExec) ID() string { return x.started.ID }
 
-// Started tells the pid, and where the outputs begin.
+// Started is the pid, and the offsets at which the outputs begin.
 func (x *AttachedExec) Started() ExecStarted { return x.started }
 
 // Stdin writes to the process. Close closes its stdin; merely closing the
@@ -73,20 +73,22 @@ type execStdin struct{ st *stream }
 func (w execStdin) Write(p []byte) (int, error) { return w.st.write(Stdin, p) }
 func (w execStdin) Close() error                { return w.st.closeWrite(Stdin) }
 
-// Stdout reads what the process writes; io.EOF comes when it has closed it.
+// Stdout reads the process's standard output. It returns io.EOF once the process has
+// closed it.
 func (x *AttachedExec) Stdout() io.Reader { return &x.stdout }
 
-// Stderr is empty for a process with a terminal.
+// Stderr reads the process's standard error, which is empty for a process with a
+// terminal.
 func (x *AttachedExec) Stderr() io.Reader { return &x.stderr }
 
-// Offsets returns where Attach has to begin so that nothing that was read
-// from this attachment is read again.
+// Offsets returns the offsets for an Attach that continues this attachment. Output
+// that was read here is not read again there.
 func (x *AttachedExec) Offsets() (stdout, stderr int64) {
 	return x.stdout.offset.Load(), x.stderr.offset.Load()
 }
 
-// Wait returns how the process ended. It does not read the outputs: read them
-// to their end first, or beside it.
+// Wait returns how the process ended. It does not read the outputs. Read them to
+// their end before Wait, or concurrently.
 func (x *AttachedExec) Wait() (ExitStatus, error) {
 	var exit ExitStatus
 	err := x.st.result(&exit)
@@ -103,17 +105,17 @@ func (x *AttachedExec) Resize(ctx context.Context, rows, cols uint16) error {
 	return x.c.Resize(ctx, ResizeRequest{ID: x.ID(), Rows: rows, Cols: cols})
 }
 
-// Close leaves the process to itself.
+// Close detaches. The process goes on.
 func (x *AttachedExec) Close() error {
 	x.st.abort(ErrClosed)
 	return nil
 }
 
-// Run runs a process to its end: stdin is copied to it, its outputs to stdout
-// and stderr. Nil stands for an empty stdin, and for an output that is thrown
-// away. If ctx ends first, the process goes on; set ExecRequest.Timeout to
-// have it killed. Run may return while it is still waiting for a Read of stdin,
-// whose result is then dropped.
+// Run runs a process to its end. It copies stdin to the process, and the process's
+// outputs to stdout and stderr. A nil stdin is empty, and an output whose argument is
+// nil is discarded. If ctx ends first, the process goes on; set ExecRequest.Timeout
+// to have it killed. Run may return while a Read of stdin is still under way, and
+// drops its result.
 func (c *Client) Run(ctx context.Context, req ExecRequest, stdin io.Reader, stdout, stderr io.Writer) (ExitStatus, error) {
 	req.Stdin = stdin != nil
 	x, err := c.Exec(ctx, req)
@@ -124,13 +126,13 @@ func (c *Client) Run(ctx context.Context, req ExecRequest, stdin io.Reader, stdo
 	return x.Copy(stdin, stdout, stderr)
 }
 
-// Copy serves an exec to the end of its process, as Run does.
+// Copy serves an exec until its process ends, as Run does.
 func (x *AttachedExec) Copy(stdin io.Reader, stdout, stderr io.Writer) (ExitStatus, error) {
 	if stdin != nil {
 		go func() {
 			w := x.Stdin()
-			// A process need not read all its input; its exit status tells
-			// whether it minded.
+			// A process need not read all of its input. Its exit status says whether
+			// that was a failure.
 			_, _ = io.Copy(w, stdin)
 			_ = w.Close()
 		}()
@@ -145,15 +147,15 @@ func (x *AttachedExec) drain(stdout, stderr io.Writer) (ExitStatus, error) {
 	err := errors.Join(x.copyOutput(stdout, x.Stdout()), <-copied)
 	if err != nil {
 		if _, waitErr := x.Wait(); waitErr != nil && !errors.Is(waitErr, ErrClosed) {
-			err = waitErr // says why both copies failed
+			err = waitErr // the reason why both copies failed
 		}
 		return ExitStatus{}, err
 	}
 	return x.Wait()
 }
 
-// copyOutput ends the attachment if the output can not be written, so that the
-// process is not held up by it.
+// copyOutput ends the attachment if it cannot write the output, so that the process
+// does not block.
 func (x *AttachedExec) copyOutput(w io.Writer, r io.Reader) error {
 	if w == nil {
 		w = io.Discard
@@ -194,7 +196,7 @@ func (c *Client) ListExecs(ctx context.Context) ([]ExecInfo, error) {
 	}
 }
 
-// maxExecs is more processes than an agent keeps.
+// maxExecs exceeds the number of processes that an agent keeps.
 const maxExecs = 1 << 16
 
 // Signal sends a signal to a process.
@@ -207,8 +209,8 @@ func (c *Client) Resize(ctx context.Context, req ResizeRequest) error {
 	return c.call(ctx, MethodResize, &req, &empty{})
 }
 
-// WriteStdin writes all of r to the stdin of a process, and closes it if eof is
-// set. It returns when the process's pipe has taken it all.
+// WriteStdin writes all of r to the stdin of a process, and closes it if eof is set.
+// It returns once the process's pipe has taken all of it.
 func (c *Client) WriteStdin(ctx context.Context, id string, r io.Reader, eof bool) error {
 	buf := make([]byte, MaxStdin)
 	for {
@@ -224,7 +226,7 @@ func (c *Client) WriteStdin(ctx context.Context, id string, r io.Reader, eof boo
 	}
 }
 
-// ReleaseExec forgets a process that has ended, and its output.
+// ReleaseExec removes a process that has ended, and its output.
 func (c *Client) ReleaseExec(ctx context.Context, id string) error {
 	return c.call(ctx, MethodReleaseExec, &ReleaseExecRequest{ID: id}, &empty{})
 }

@@ -42,11 +42,11 @@ func (c *Client) OpenRead(ctx context.Context, req ReadRequest) (*FileReader, er
 // Info describes the file as it was when it was opened.
 func (r *FileReader) Info() FileInfo { return r.info }
 
-// Read returns io.EOF only when all that was asked for has come.
+// Read returns io.EOF only after all requested bytes have come.
 func (r *FileReader) Read(p []byte) (int, error) {
 	n, err := r.st.read(Stdout, p)
 	if errors.Is(err, io.EOF) {
-		// The reply tells a complete file from one that could not be read on.
+		// The reply tells whether the file is complete or reading it has failed.
 		if replyErr := r.st.result(&empty{}); replyErr != nil {
 			err = replyErr
 		}
@@ -77,15 +77,15 @@ func (c *Client) ReadFile(ctx context.Context, req ReadRequest, limit int64) ([]
 	return data, nil
 }
 
-// FileWriter writes a file of the guest. The write is done when Close has
-// returned nil, and is given up with Abort.
+// FileWriter writes a file of the guest. The write is complete once Close has
+// returned nil. Abort gives it up.
 type FileWriter struct {
 	st     *stream
 	result WriteReply
 }
 
-// OpenWrite begins to write a file. An error that the guest finds may come
-// with a later Write or with Close.
+// OpenWrite begins to write a file. An error in the guest may be returned by a later
+// Write or by Close.
 func (c *Client) OpenWrite(ctx context.Context, req WriteRequest) (*FileWriter, error) {
 	st, err := c.open(ctx, MethodWrite, &req)
 	if err != nil {
@@ -96,7 +96,7 @@ func (c *Client) OpenWrite(ctx context.Context, req WriteRequest) (*FileWriter, 
 
 func (w *FileWriter) Write(p []byte) (int, error) { return w.st.write(Stdin, p) }
 
-// Close completes the write and waits for the guest to say so.
+// Close completes the write and waits for the guest's confirmation.
 func (w *FileWriter) Close() error {
 	if err := w.st.closeWrite(Stdin); err != nil {
 		return err
@@ -104,11 +104,11 @@ func (w *FileWriter) Close() error {
 	return w.st.result(&w.result)
 }
 
-// Result tells what Close has completed.
+// Result is the result of a completed Close.
 func (w *FileWriter) Result() WriteReply { return w.result }
 
-// Abort gives the write up. What has been written of a file that is not
-// Atomic stays.
+// Abort gives the write up. Bytes that were written to a file that is not Atomic
+// stay.
 func (w *FileWriter) Abort() { w.st.abort(ErrClosed) }
 
 // WriteFile writes all of r to a file.
@@ -145,7 +145,7 @@ func (c *Client) Symlink(ctx context.Context, req SymlinkRequest) error {
 	return c.call(ctx, MethodSymlink, &req, &empty{})
 }
 
-// Readlink returns where a symlink points.
+// Readlink returns the target of a symlink.
 func (c *Client) Readlink(ctx context.Context, req ReadlinkRequest) (string, error) {
 	var reply readlinkReply
 	err := c.call(ctx, MethodReadlink, &req, &reply)
@@ -167,7 +167,7 @@ type Watcher struct {
 	st *stream
 }
 
-// Watch begins to watch. Every change after it has returned is reported.
+// Watch begins to watch. Every change after its return is reported.
 func (c *Client) Watch(ctx context.Context, req WatchRequest) (*Watcher, error) {
 	st, err := c.openStreaming(ctx, MethodWatch, &req, &empty{})
 	if err != nil {

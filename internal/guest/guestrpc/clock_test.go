@@ -17,7 +17,7 @@ func TestSetClock(t *testing.T) {
 	if err := c.SetClock(testContext(t), SetClockRequest{WallClock: to}); err != nil {
 		t.Fatal(err)
 	}
-	// What can not be sent is refused here, and the session goes on.
+	// A request that cannot be sent is refused here, and the session goes on.
 	if err := c.SetClock(testContext(t), SetClockRequest{WallClock: time.Unix(-1, 0)}); !errors.Is(err, fs.ErrInvalid) {
 		t.Errorf("a time before 1970: %v", err)
 	}

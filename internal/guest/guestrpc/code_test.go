@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// codeGuest runs every source as one that prints and shows itself.
+// codeGuest answers every source as if it printed and displayed itself.
 type codeGuest struct{ *fakeGuest }
 
 func (g *codeGuest) CodeRun(_ context.Context, req *CodeRunRequest, s *CodeStream) (CodeStatus, error) {
@@ -118,7 +118,7 @@ func TestCode(t *testing.T) {
 	if _, err := x.Copy(nil, nil, nil); err != nil || x.ID() != "seven" || x.Resume() != (CodeAttachRequest{ID: "seven", StdoutOffset: 12, StderrOffset: 5, Event: 10}) {
 		t.Errorf("%+v, %v", x.Resume(), err)
 	}
-	// A caller that fails is heard.
+	// An error of the caller's function is returned.
 	failure := errors.New("disk full")
 	if _, err := c.RunCode(ctx, CodeRunRequest{Source: "x"}, nil, nil, func(CodeEvent) error { return failure }); !errors.Is(err, failure) {
 		t.Errorf("%v", err)
@@ -148,7 +148,7 @@ func TestCode(t *testing.T) {
 	}
 }
 
-// malformedCodeEvents are streams that no agent sends.
+// malformedCodeEvents are bytes that no agent sends.
 var malformedCodeEvents = [][]byte{
 	{1}, {0, 0, 0, 0}, {1, 0, 0, 0}, {1, 0, 0, 0, 9}, {0xff, 0xff, 0xff, 0xff}, {0, 0, 0x40, 0, 1, 2, 3}, {5, 0, 0, 0, 1, 0, 2, 0, 0xff},
 }

@@ -47,8 +47,8 @@ func (c Code) String() string {
 	return codeNames[CodeInternal]
 }
 
-// Error is the failure of one call: what the handler returned on the other
-// end, or why the call could not be made.
+// Error is the failure of one call: the error that the handler on the other end
+// returned, or the reason why the call could not be made.
 type Error struct {
 	Code    Code
 	Message string
@@ -56,7 +56,7 @@ type Error struct {
 	cause error // on this end only, not sent
 }
 
-// Unwrap returns what broke the connection, if that is why the call failed.
+// Unwrap returns the error that broke the connection, if that is why the call failed.
 func (e *Error) Unwrap() error { return e.cause }
 
 func (e *Error) Error() string {
@@ -88,9 +88,9 @@ func newError(code Code, parts ...string) *Error {
 	return &Error{Code: code, Message: strings.Join(parts, "")}
 }
 
-// ErrorFrom gives any error a code: an *Error keeps its own, the sentinels of
-// io/fs and context and the common errno values get theirs, and the rest is
-// internal.
+// ErrorFrom gives any error a code. An *Error keeps its own. The sentinels of io/fs
+// and context and the common errno values have codes of their own. All other errors
+// are internal.
 func ErrorFrom(err error) *Error {
 	if err == nil {
 		return nil
@@ -173,7 +173,7 @@ func appendError(b []byte, e *Error) []byte {
 	return enc.Bytes()
 }
 
-// decodeError accepts codes it does not know, which newer peers may send, as
+// decodeError decodes an error. Unknown codes, which newer peers may send, become
 // internal.
 func decodeError(b []byte) (*Error, error) {
 	d := codec.NewDecoder(b)

@@ -23,8 +23,8 @@ type bulkGuest struct {
 	reading chan struct{} // closed when a stuck Write has begun
 }
 
-// noise is a stream of bytes that does not repeat within a transfer. It is
-// read in multiples of 8.
+// noise is a stream of bytes that does not repeat within a transfer. It must be read
+// in multiples of 8.
 type noise struct{ state uint64 }
 
 func (r *noise) Read(p []byte) (int, error) {
@@ -52,12 +52,12 @@ func (g *bulkGuest) Write(ctx context.Context, req *WriteRequest, r io.Reader) (
 	}
 	h := crc32.NewIEEE()
 	n, err := io.CopyBuffer(h, r, make([]byte, 32<<10))
-	// The checksum comes back in the place of the size.
+	// The checksum is returned in place of the size.
 	return WriteReply{Written: n, Size: int64(h.Sum32())}, err
 }
 
-// heapGrowth runs f and returns by how much the live heap rose at most, as
-// sampled by f calling its argument.
+// heapGrowth runs f and returns the maximum growth of the live heap, which f samples
+// by calling its argument.
 func heapGrowth(f func(sample func())) uint64 {
 	var m runtime.MemStats
 	runtime.GC()
@@ -87,7 +87,7 @@ func (s *sampler) Write(p []byte) (int, error) {
 
 func TestBulkTransfer(t *testing.T) {
 	const size = 100 << 20
-	// Windows, buffers and what the collector has not got round to.
+	// The limit covers windows, buffers, and garbage that was not collected yet.
 	const limit = 8 << 20
 	c := start(t, &bulkGuest{fakeGuest: newFakeGuest(), size: size})
 	ctx := testContext(t)
@@ -129,7 +129,7 @@ func TestStalledStreamsDelayNobody(t *testing.T) {
 	c := start(t, g)
 	ctx := testContext(t)
 
-	// A download that nobody reads, and an upload that the guest does not read.
+	// A download that is not read, and an upload that the guest does not read.
 	r, err := c.OpenRead(ctx, ReadRequest{Path: "endless"})
 	if err != nil {
 		t.Fatal(err)
@@ -145,8 +145,8 @@ func TestStalledStreamsDelayNobody(t *testing.T) {
 		stalled <- err
 	}()
 	<-g.reading
-	// Both are full once their windows are used up, which the others need not
-	// wait for.
+	// Both are blocked once their windows are used up. The other calls need not wait
+	// for that.
 	for range 20 {
 		var out bytes.Buffer
 		in := strings.Repeat("x", 300<<10)
@@ -278,7 +278,7 @@ func TestStreamLimit(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	// A finished call is not counted any more once its reply has come.
+	// A finished call no longer counts once its reply has arrived.
 	for range 2 * MaxStreams {
 		if err := c.Sync(ctx); err != nil {
 			t.Fatal(err)
@@ -286,7 +286,7 @@ func TestStreamLimit(t *testing.T) {
 	}
 }
 
-// deafGuest completes the handshake and then reads nothing.
+// deafGuest completes the handshake and then reads no frames.
 func deafGuest(t *testing.T) *Client {
 	host, guest := socketPair(t)
 	go func() {
@@ -327,9 +327,9 @@ func TestContextEndsCallsToADeafGuest(t *testing.T) {
 	}
 }
 
-// TestUnbufferedTransport moves data both ways at once over a transport that
-// holds nothing, where any wait of a read loop for a write would be a
-// deadlock, which synctest detects.
+// TestUnbufferedTransport moves data both ways at once over a transport without
+// buffers. There, any wait of a read loop for a write would be a deadlock, which
+// synctest detects.
 func TestUnbufferedTransport(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		host, guest := net.Pipe()

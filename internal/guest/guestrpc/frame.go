@@ -55,7 +55,7 @@ const (
 	// MaxPayload is the largest payload of a frame, and so of a message.
 	MaxPayload = 64 << 10
 
-	// minPayload is the least a peer may ask us to limit frames to.
+	// minPayload is the lowest limit on frames that a peer may ask for.
 	minPayload = 4 << 10
 
 	pingSize   = 8
@@ -122,10 +122,10 @@ func parseHeader(b []byte, maxPayload uint32) (header, error) {
 // idleBuffer is the read buffer of a session that carries no bulk data.
 const idleBuffer = 4 << 10
 
-// frameReader cuts a byte stream into frames. It reads ahead as far as its
-// buffer goes, holds 4 KiB, and takes a larger buffer for a frame that does
-// not fit; it gives that back before it next waits, once the last frame it
-// saw was a small one.
+// frameReader cuts a byte stream into frames. It reads ahead as far as its buffer
+// allows. It holds 4 KiB, and takes a larger buffer for a frame that does not fit. It
+// returns the larger buffer before it next waits, once its last frame was a small
+// one.
 type frameReader struct {
 	r          io.Reader
 	maxPayload uint32
@@ -141,14 +141,14 @@ func newFrameReader(r io.Reader) *frameReader {
 	return f
 }
 
-// init makes a reader of a zero one; idle has idleBuffer bytes.
+// init initialises a zero frameReader. idle has idleBuffer bytes.
 func (f *frameReader) init(r io.Reader, idle []byte) {
 	f.r, f.maxPayload, f.idle = r, MaxPayload, idle
 	f.buf = f.idle
 }
 
-// next returns the next frame. The payload is valid until the next call. A
-// stream that ends between two frames gives io.EOF, in the middle of one
+// next returns the next frame. The payload is valid until the next call. If the byte
+// stream ends between two frames it returns io.EOF, and in the middle of a frame
 // io.ErrUnexpectedEOF.
 func (f *frameReader) next() (header, []byte, error) {
 	b, err := f.take(headerSize)

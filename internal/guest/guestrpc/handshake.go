@@ -26,7 +26,7 @@ const (
 	maxWindow = 1 << 24
 )
 
-// hello is what an end says of itself before the first frame.
+// hello is the description of an end that it sends before the first frame.
 type hello struct {
 	minVersion, maxVersion uint64
 	maxPayload             uint32
@@ -97,7 +97,7 @@ func decodeHello(b []byte) (hello, error) {
 	return h, nil
 }
 
-// VersionError says that two ends have no protocol version in common.
+// VersionError says that the two ends share no protocol version.
 type VersionError struct {
 	OurMin, OurMax   uint64
 	PeerMin, PeerMax uint64

@@ -36,8 +36,8 @@ func socketPair(t testing.TB) (host, guest net.Conn) {
 	return conns[0], conns[1]
 }
 
-// start serves h and returns a client for it. Both are checked for a clean
-// end when the test is over.
+// start serves h and returns a client for it. At the end of the test it checks that
+// both end cleanly.
 func start(t testing.TB, h Handler) *Client {
 	t.Helper()
 	host, guest := socketPair(t)
@@ -64,7 +64,7 @@ func testContext(t testing.TB) context.Context {
 
 // fakeGuest is a guest with processes and files in memory.
 type fakeGuest struct {
-	Handler // panics for what is not implemented
+	Handler // nil: methods that are not implemented panic
 
 	mu       sync.Mutex // protects all following fields
 	procs    map[string]*fakeProc
@@ -76,8 +76,8 @@ type fakeGuest struct {
 	clocks   []time.Time
 	prepared []PrepareRequest
 	watch    chan WatchEvent
-	block    chan struct{} // Sync waits for it, if set
-	blocked  chan struct{} // Sync says that it waits
+	block    chan struct{} // Sync waits for it, if it is set
+	blocked  chan struct{} // Sync reports that it waits
 }
 
 func newFakeGuest() *fakeGuest {
@@ -112,7 +112,7 @@ func (g *fakeGuest) put(path, contents string) {
 	g.mu.Unlock()
 }
 
-// fakeProc keeps all its output; readers begin anywhere.
+// fakeProc keeps all its output. Readers can begin anywhere.
 type fakeProc struct {
 	id   string
 	argv []string
@@ -144,7 +144,7 @@ func (p *fakeProc) end(code, signal int32) {
 	p.mu.Unlock()
 }
 
-// run is what the programs of the fake guest do.
+// run plays the programs of the fake guest.
 func (p *fakeProc) run(stdin io.Reader) {
 	switch p.argv[0] {
 	case "echo":
@@ -269,7 +269,7 @@ func (g *fakeGuest) ListExecs(_ context.Context, req *ListExecsRequest) (ListExe
 		}
 	}
 	slices.SortFunc(reply.Execs, func(a, b ExecInfo) int { return strings.Compare(a.ID, b.ID) })
-	if len(reply.Execs) > 2 { // small pages, so that paging is tested
+	if len(reply.Execs) > 2 { // small pages test paging
 		reply.Execs, reply.More = reply.Execs[:2], true
 	}
 	return reply, nil
@@ -280,7 +280,7 @@ func (g *fakeGuest) Signal(_ context.Context, req *SignalRequest) error {
 	if err == nil {
 		select {
 		case p.signal <- req.Signal:
-		default: // it has one already
+		default: // it has a signal already
 		}
 	}
 	return err

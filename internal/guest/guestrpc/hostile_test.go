@@ -50,7 +50,7 @@ var (
 	oversize = append(appendHeader(nil, header{typ: frameData, stream: 1, length: MaxPayload + 1}), 1)
 )
 
-// hostileFrames is what no correct host sends after its hello.
+// hostileFrames are frames that no correct host sends after its hello.
 var hostileFrames = []struct {
 	name string
 	in   []byte
@@ -98,8 +98,8 @@ func stuckGuest() Handler {
 	return &bulkGuest{fakeGuest: g, reading: make(chan struct{})}
 }
 
-// serveBytes lets a host send in and close its end; it returns how Serve
-// ended and what it sent.
+// serveBytes lets a host send in and close its end. It returns the bytes that Serve
+// sent, and how Serve ended.
 func serveBytes(t *testing.T, h Handler, in []byte) ([]byte, error) {
 	t.Helper()
 	host, guest := socketPair(t)
@@ -250,7 +250,7 @@ func TestOpenFloodIsBounded(t *testing.T) {
 	g.block = make(chan struct{})
 	go func() { served <- Serve(context.Background(), guest, g) }()
 	host.Write(testHello())
-	// The host reads no answer: refusals pile up until the limit.
+	// The host reads no answers, so refusals accumulate up to the limit.
 	id := uint32(1)
 	for {
 		_, err := host.Write(openFrame(id, MethodSync, &empty{}))
@@ -288,8 +288,8 @@ func TestPingFloodIsBounded(t *testing.T) {
 	}
 }
 
-// TestReadLoopGoesOnWhileWritesAreBlocked has a host that does not read while
-// the guest has much to say, and still is listened to.
+// TestReadLoopGoesOnWhileWritesAreBlocked: while a host does not read and the guest
+// has many frames to send, the guest still reads the host's frames.
 func TestReadLoopGoesOnWhileWritesAreBlocked(t *testing.T) {
 	host, guest := socketPair(t)
 	g := newFakeGuest()
@@ -303,7 +303,7 @@ func TestReadLoopGoesOnWhileWritesAreBlocked(t *testing.T) {
 		<-g.blocked
 	}
 	close(g.block)
-	// Now read: every ping is answered, every call replied to.
+	// Now the host reads: every ping is answered, and every call has a reply.
 	r := newFrameReader(host)
 	if _, err := readHello(r); err != nil {
 		t.Fatal(err)
@@ -328,7 +328,7 @@ func versionsWindow(n uint32) []byte {
 	return h.append(nil)
 }
 
-// hostileAnswers is what no correct guest answers to an Exec on stream 1.
+// hostileAnswers are answers that no correct guest sends to an Exec on stream 1.
 var hostileAnswers = []struct {
 	name string
 	in   []byte
@@ -359,8 +359,8 @@ var started = func() []byte {
 	return frame(frameHeaders, 0, 1, b...)
 }()
 
-// dialHostile returns a client of a guest that answers the first call with in, whatever
-// it was, and says nothing more.
+// dialHostile returns a client of a guest that answers the first call with in,
+// whatever the call is, and then sends nothing more.
 func dialHostile(t *testing.T, in []byte) *Client {
 	t.Helper()
 	host, guest := socketPair(t)

@@ -7,49 +7,50 @@ const (
 	MaxCode      = 16 << 20 // of a source
 	MaxCodeEvent = 4 << 20  // of the data of an event
 
-	maxCodeInline = 32 << 10 // of a source in a request; what is longer follows it
+	maxCodeInline = 32 << 10 // of a source in a request; a longer source follows the request
 	maxLanguage   = 32
 	maxMIME       = 256
 	maxCodeItems  = 32
 	maxReason     = 1 << 10
-	maxContexts   = 64 // more than an agent has
+	maxContexts   = 64 // more than an agent keeps
 )
 
-// SetEnvRequest replaces the environment below that of every exec and interpreter. A
-// interpreter that runs already gets what has changed before its next execution.
-// Formatting it never shows a value.
+// SetEnvRequest replaces the base environment of every exec and interpreter. An
+// interpreter that already runs gets the changes before its next execution.
+// Formatting the request never shows a value.
 type SetEnvRequest struct {
 	Env []string // "NAME=value"
 }
 
 func (m *SetEnvRequest) visit(c *visitor) { c.strs("env", &m.Env, maxArgs, maxArg) }
 
-// String tells nothing that may be a secret.
+// String shows no values, since they may be secrets.
 func (m SetEnvRequest) String() string { return "SetEnvRequest{…}" }
 
 // GoString is what %#v prints.
 func (m SetEnvRequest) GoString() string { return m.String() }
 
-// CodeMode says what a source is.
+// CodeMode is the kind of a source.
 type CodeMode uint8
 
 // The modes.
 const (
 	ModeCode CodeMode = 0 // in the context's language
-	ModeText CodeMode = 1 // in the context's language or a command, whichever it is (docs/design/code.md)
+	ModeText CodeMode = 1 // in the context's language or a command; the agent decides (docs/design/code.md)
 )
 
-// CodeRunRequest runs a source in a context, after what was sent there before.
-// The execution goes on when the connection is lost; CodeAttach finds it again.
+// CodeRunRequest runs a source in a context, after the sources that were sent there
+// before. The execution goes on when the connection is lost; CodeAttach finds it
+// again.
 type CodeRunRequest struct {
 	ID       string // empty: the agent picks one
-	Context  string // empty: the default one of Language
-	Language string // "python", "bash" or "node"; empty: the context's, or python
+	Context  string // empty: the default context of Language
+	Language string // "python", "bash" or "node"; empty: the context's language, or python
 	Mode     CodeMode
 	Source   string        // Client.RunCode takes up to MaxCode
 	More     bool          // the rest of the source follows
 	Env      []string      // of this execution only; Python only
-	Timeout  time.Duration // from when its turn comes, 0: none; then it is interrupted, and killed a little later
+	Timeout  time.Duration // counted from the start of its turn, 0: no timeout; then it is interrupted, and killed a little later
 }
 
 func (m *CodeRunRequest) visit(c *visitor) {
@@ -66,9 +67,9 @@ func (m *CodeRunRequest) visit(c *visitor) {
 // CodeAttachRequest joins an execution that has not been released.
 type CodeAttachRequest struct {
 	ID           string
-	StdoutOffset int64 // byte of the output to begin at; negative: only what is new
+	StdoutOffset int64 // byte of the output to begin at; negative: only new output
 	StderrOffset int64
-	Event        int64 // sequence number of the first event; negative: only what is new
+	Event        int64 // sequence number of the first event; negative: only new events
 }
 
 func (m *CodeAttachRequest) visit(c *visitor) {
@@ -94,16 +95,16 @@ func (m *CodeStarted) visit(c *visitor) {
 	c.nested(&m.Events)
 }
 
-// CodeState says how an execution ended.
+// CodeState is the way in which an execution ended.
 type CodeState uint8
 
-// The ends.
+// The states.
 const (
 	CodeOK          CodeState = 0
-	CodeRaised      CodeState = 1 // an exception; there is an event with it
+	CodeRaised      CodeState = 1 // an exception; an event describes it
 	CodeInterrupted CodeState = 2
 	CodeExited      CodeState = 3 // by sys.exit or its like; the interpreter lives
-	CodeDied        CodeState = 4 // with its interpreter; Reason says of what
+	CodeDied        CodeState = 4 // its interpreter died; Reason says why
 	CodeCancelled   CodeState = 5 // before it ran
 )
 
@@ -112,10 +113,10 @@ type CodeStatus struct {
 	State          CodeState
 	Code           int32 // exit code, as of a process
 	TimedOut       bool
-	Fresh          bool   // the interpreter was started for this execution
-	FreshReason    string // how the interpreter before it ended; empty if there was none
+	Fresh          bool   // a new interpreter was started for this execution
+	FreshReason    string // how the previous interpreter ended; empty if there was no previous one
 	Reason         string // of CodeDied
-	Language       string // that ran the source: the context's, or "shell" for a text
+	Language       string // the language in which the source ran: the context's, or "shell" for a command
 	Count          uint64 // of executions in this interpreter
 	Stdout, Stderr OutputTotal
 	Events         OutputTotal // counted in events
@@ -137,24 +138,24 @@ func (m *CodeStatus) visit(c *visitor) {
 	c.dur(&m.Wall)
 }
 
-// CodeEventKind says what an event tells.
+// CodeEventKind is the kind of an event.
 type CodeEventKind uint8
 
 // The kinds of events.
 const (
 	CodeEventBegun   CodeEventKind = 1 // its turn has come; see CodeBegun
 	CodeEventResult  CodeEventKind = 2 // the value of the last expression; see CodeResult
-	CodeEventDisplay CodeEventKind = 3 // what was displayed; see CodeResult
+	CodeEventDisplay CodeEventKind = 3 // a displayed value; see CodeResult
 	CodeEventError   CodeEventKind = 4 // an exception; see CodeError
 )
 
-// CodeEvent is what an execution tells beside its output.
+// CodeEvent is an event of an execution beside its output.
 type CodeEvent struct {
 	Seq    uint64
 	Kind   CodeEventKind
 	Stdout int64  // bytes of stdout before it
 	Stderr int64  // bytes of stderr before it
-	Data   []byte // comes from the interpreter, unread by the agent
+	Data   []byte // comes from the interpreter; the agent does not read it
 }
 
 func (m *CodeEvent) visit(c *visitor) {
@@ -167,8 +168,8 @@ func (m *CodeEvent) visit(c *visitor) {
 
 // CodeBegun is the data of CodeEventBegun.
 type CodeBegun struct {
-	Fresh  bool   // the interpreter was started for this execution
-	Reason string // how the interpreter before it ended
+	Fresh  bool   // a new interpreter was started for this execution
+	Reason string // how the previous interpreter ended
 	PID    int32  // of the interpreter
 }
 
@@ -184,7 +185,7 @@ func (m *CodeBegun) Bytes() ([]byte, error) { return marshal(nil, m) }
 // CodeItem is one form of a value.
 type CodeItem struct {
 	MIME string
-	Data []byte // text in UTF-8, images as they are
+	Data []byte // text in UTF-8, images in their own format
 }
 
 // CodeResult is the data of CodeEventResult and CodeEventDisplay.
@@ -237,7 +238,7 @@ func (m *CodeEvent) Result() (CodeResult, error) { return eventData[CodeResult](
 // Error decodes the data of a CodeEventError.
 func (m *CodeEvent) Error() (CodeError, error) { return eventData[CodeError](m) }
 
-// eventData decodes what an interpreter has sent, which may be anything.
+// eventData decodes data from an interpreter, which may be arbitrary bytes.
 func eventData[T any, P request[T]](m *CodeEvent) (T, error) {
 	var v T
 	if err := unmarshal(m.Data, P(&v)); err != nil {
@@ -247,10 +248,10 @@ func eventData[T any, P request[T]](m *CodeEvent) (T, error) {
 	return v, nil
 }
 
-// CodeInterruptRequest interrupts what runs in a context, as Ctrl-C does.
+// CodeInterruptRequest interrupts the running execution of a context, as Ctrl-C does.
 type CodeInterruptRequest struct {
-	Context string // empty: that of the execution
-	ID      string // only this execution, which is cancelled if its turn has not come; empty: any
+	Context string // empty: the execution's context
+	ID      string // interrupt only this execution, or cancel it if it still waits; empty: any
 }
 
 func (m *CodeInterruptRequest) visit(c *visitor) {
@@ -272,7 +273,7 @@ type CodeCreateRequest struct {
 	Workdir  string   // absolute; empty: the user's home
 	User     string   // as of ExecRequest
 	Env      []string // over the base environment
-	Start    bool     // start its interpreter now; otherwise the first execution does
+	Start    bool     // start its interpreter now instead of with the first execution
 }
 
 func (m *CodeCreateRequest) visit(c *visitor) {
@@ -290,9 +291,9 @@ type CodeContext struct {
 	Language string
 	Workdir  string
 	User     string
-	PID      int32  // of its interpreter; 0 if none runs
-	Version  string // of the interpreter, as that says
-	Running  string // id of the execution under way; empty if none is
+	PID      int32  // of its interpreter; 0 if it has no running interpreter
+	Version  string // of the interpreter, as the interpreter reports it
+	Running  string // id of the running execution; empty if no execution runs
 	Queued   uint32
 }
 

@@ -13,7 +13,7 @@ type ExecRequest struct {
 	User       string   // "name", "uid", "name:group" or "uid:gid"; empty: root
 	TTY        bool     // stdin, stdout and stderr are one terminal; output comes as stdout
 	Rows, Cols uint16
-	Timeout    time.Duration // 0: none; then the whole session of the process is killed
+	Timeout    time.Duration // 0: no timeout; otherwise the whole session of the process is killed after it
 	Stdin      bool          // stdin is open; otherwise it reads as empty
 }
 
@@ -34,7 +34,7 @@ func (m *ExecRequest) visit(c *visitor) {
 // AttachRequest joins a process, running or ended, that has not been released.
 type AttachRequest struct {
 	ID           string
-	StdoutOffset int64 // byte of the output to begin at; negative: only what is new
+	StdoutOffset int64 // byte of the output to begin at; negative: only new output
 	StderrOffset int64
 }
 
@@ -44,9 +44,9 @@ func (m *AttachRequest) visit(c *visitor) {
 	c.i64(&m.StderrOffset)
 }
 
-// OutputStart says where an output stream begins. The agent keeps the last
-// part of each output only; Dropped counts the bytes between the offset asked
-// for and Offset that are gone.
+// OutputStart says where an output stream begins. The agent keeps only the last part
+// of each output. Dropped counts the bytes between the requested offset and Offset
+// that were no longer kept.
 type OutputStart struct {
 	Offset  int64
 	Dropped int64
@@ -71,8 +71,8 @@ func (m *ExecStarted) visit(c *visitor) {
 	c.nested(&m.Stderr)
 }
 
-// OutputTotal counts the bytes that a process wrote, and those of them that
-// the agent had to drop before anyone read them.
+// OutputTotal counts the bytes that a process wrote, and how many of them the agent
+// had to drop before they were read.
 type OutputTotal struct {
 	Bytes   int64
 	Dropped int64
@@ -152,7 +152,7 @@ func (m *ListExecsReply) visit(c *visitor) {
 	c.bool(&m.More)
 }
 
-// SignalScope says who gets a signal.
+// SignalScope says which processes get a signal.
 type SignalScope uint8
 
 // The scopes.
@@ -190,12 +190,12 @@ func (m *ResizeRequest) visit(c *visitor) {
 // MaxStdin is the size of one WriteStdinRequest's data.
 const MaxStdin = 32 << 10
 
-// WriteStdinRequest writes to the stdin of a process without joining it. The
-// answer comes when the process's pipe or terminal has taken it all.
+// WriteStdinRequest writes to the stdin of a process without attaching to it. The
+// answer comes once the process's pipe or terminal has taken all bytes.
 type WriteStdinRequest struct {
 	ID   string
 	Data []byte
-	EOF  bool // close it afterwards; a terminal gets Ctrl-D
+	EOF  bool // close stdin afterwards; a terminal gets Ctrl-D
 }
 
 func (m *WriteStdinRequest) visit(c *visitor) {

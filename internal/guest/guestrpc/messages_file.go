@@ -2,7 +2,7 @@ package guestrpc
 
 import "time"
 
-// FileScope says as whom and from where a file call is made.
+// FileScope is the user of a file call, and the folder that relative paths start in.
 type FileScope struct {
 	User    string // as in ExecRequest; empty: root
 	Workdir string // relative paths start here; empty: the user's home
@@ -72,7 +72,7 @@ type ListRequest struct {
 	FileScope
 	Path  string
 	Depth uint32 // 1: the folder's own entries; 0 means 1
-	Token string // ListReply.Next of the page before; empty begins
+	Token string // ListReply.Next of the previous page; empty begins
 	Limit uint32 // entries in a page; fewer come if they do not fit a frame
 }
 
@@ -110,7 +110,7 @@ func (m *ReadRequest) visit(c *visitor) {
 	c.i64(&m.Length)
 }
 
-// WriteMode says what happens to a file that exists.
+// WriteMode says how an existing file is written.
 type WriteMode uint8
 
 // The ways to write.
@@ -127,11 +127,11 @@ type WriteRequest struct {
 	Perm      uint32 // permission bits of a new file; 0 means 0644
 	Mode      WriteMode
 	Offset    int64 // for WriteAt
-	NoCreate  bool  // fail if there is no such file
-	Exclusive bool  // fail if there is one
+	NoCreate  bool  // fail if the file does not exist
+	Exclusive bool  // fail if the file exists
 	Parents   bool  // create missing folders
 	Sync      bool  // on disk before the reply; Atomic always is
-	Atomic    bool  // with WriteTruncate: temp file, fsync, rename; nothing changes if it fails
+	Atomic    bool  // with WriteTruncate: temp file, fsync, rename; if it fails, the file is unchanged
 }
 
 func (m *WriteRequest) visit(c *visitor) {
@@ -150,7 +150,7 @@ func (m *WriteRequest) visit(c *visitor) {
 // WriteReply ends a write.
 type WriteReply struct {
 	Written int64
-	Size    int64 // of the file, afterwards
+	Size    int64 // of the file after the write
 }
 
 func (m *WriteReply) visit(c *visitor) {
@@ -212,7 +212,7 @@ func (m *SymlinkRequest) visit(c *visitor) {
 	c.str("target", &m.Target, maxPath)
 }
 
-// ReadlinkRequest asks where a symlink points.
+// ReadlinkRequest asks for the target of a symlink.
 type ReadlinkRequest struct {
 	FileScope
 	Path string
@@ -242,8 +242,8 @@ func (m *ChmodRequest) visit(c *visitor) {
 	number(c, "perm", &m.Perm, 0o7777)
 }
 
-// ChownRequest sets the owner and the group, by name or number; empty keeps
-// what it was.
+// ChownRequest sets the owner and the group, by name or number. An empty value leaves
+// either unchanged.
 type ChownRequest struct {
 	FileScope
 	Path         string
@@ -272,7 +272,7 @@ func (m *WatchRequest) visit(c *visitor) {
 	c.bool(&m.Recursive)
 }
 
-// EventKind is what happened to a file.
+// EventKind is the kind of a change.
 type EventKind uint8
 
 // The kinds of events.
@@ -282,7 +282,7 @@ const (
 	EventRemove   EventKind = 3
 	EventRename   EventKind = 4 // moved away from Path; Cookie pairs it with an EventMovedTo
 	EventChmod    EventKind = 5 // mode, owner, times or link count changed
-	EventOverflow EventKind = 6 // events were lost: look again at everything
+	EventOverflow EventKind = 6 // events were lost: read everything again
 	EventMovedTo  EventKind = 7 // moved to Path
 	EventClose    EventKind = 8 // closed after it was open for writing
 	EventGone     EventKind = 9 // the watched path itself is gone; the last event

@@ -7,7 +7,7 @@ import (
 
 // Limits of RenewRequest.
 const (
-	MinEntropy   = 32 // bytes: what the kernel's generator is keyed with
+	MinEntropy   = 32 // bytes: the key size of the kernel's generator
 	MaxEntropy   = 1024
 	maxMachineID = 32
 )
@@ -19,7 +19,7 @@ type RenewRequest struct {
 	WallClock  time.Time // to the nanosecond, after 1970; zero leaves the clock alone
 	Hostname   string    // empty keeps it
 	MachineID  string    // 32 lower-case hexadecimal digits; empty keeps it
-	Generation uint64    // more than Info.Generation
+	Generation uint64    // higher than Info.Generation
 }
 
 func (m *RenewRequest) visit(c *visitor) {
@@ -30,7 +30,7 @@ func (m *RenewRequest) visit(c *visitor) {
 	c.u64(&m.Generation)
 }
 
-// String tells everything but the entropy.
+// String shows every field but the entropy.
 func (m RenewRequest) String() string {
 	clock := ""
 	if !m.WallClock.IsZero() {
@@ -49,29 +49,29 @@ func (m RenewRequest) MarshalText() ([]byte, error) { return []byte(m.String()),
 
 // PrepareRequest makes a guest ready to be captured.
 type PrepareRequest struct {
-	// Settle waits until the guest's kernel has done what it has put off, so
-	// that not every fork does it. That takes some ten milliseconds.
+	// Settle waits until the guest's kernel has finished its postponed work, so that
+	// the forks need not do it. That takes some ten milliseconds.
 	Settle bool
 }
 
 func (m *PrepareRequest) visit(c *visitor) { c.bool(&m.Settle) }
 
-// SetClockRequest sets the wall clock of a guest that stood still and goes on as
-// what it is: a renewal would make it another one.
+// SetClockRequest sets the wall clock of a guest that stood still and keeps its
+// identity. A renewal would change the identity.
 type SetClockRequest struct {
 	WallClock time.Time // to the nanosecond, after 1970
 }
 
 func (m *SetClockRequest) visit(c *visitor) { c.clock(&m.WallClock) }
 
-// CanSetClock is the capability of an agent that knows SetClock. The agent of a
+// CanSetClock is the capability of an agent that supports SetClock. The agent of a
 // template that an older AgentRun has built does not have it.
 const CanSetClock = "set-clock"
 
-// RenewReply tells what a renewal has done.
+// RenewReply is the result of a renewal.
 type RenewReply struct {
-	Generation uint64        // of the guest from now on
-	ClockStep  time.Duration // what was added to the wall clock
+	Generation uint64        // the guest's generation from now on
+	ClockStep  time.Duration // the change of the wall clock
 }
 
 func (m *RenewReply) visit(c *visitor) {

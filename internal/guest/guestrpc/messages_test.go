@@ -110,7 +110,7 @@ func TestMessagesRoundTrip(t *testing.T) {
 			if !reflect.DeepEqual(in, out) {
 				t.Errorf("%T:\n got %+v\nwant %+v", in, out, in)
 			}
-			// Cut anywhere, it is an error and not a shorter message.
+			// A message that is cut anywhere is an error, not a shorter message.
 			for n := range b {
 				if err := unmarshal(b[:n], fresh(in)); err == nil {
 					t.Errorf("%T: %d of %d bytes were accepted", in, n, len(b))
@@ -180,7 +180,7 @@ type nesting struct{ inner StatRequest }
 
 func (m *nesting) visit(c *visitor) { c.nested(&m.inner) }
 
-// grown is what a message looks like after it got a field.
+// grown is a message after it got a new field.
 type grown struct {
 	old uint64
 	new bool
@@ -238,8 +238,8 @@ func FuzzMessages(f *testing.F) {
 	})
 }
 
-// fixedConn is a peer that says what it says, whatever it is told. What
-// follows its hello comes once ready is closed.
+// fixedConn is a peer that sends fixed bytes, whatever it receives. The bytes after
+// its hello come once ready is closed.
 type fixedConn struct {
 	hello, rest io.Reader
 	ready       chan struct{}
@@ -260,7 +260,7 @@ func (c *fixedConn) Read(p []byte) (int, error) {
 		return n, nil
 	}
 	if c.rest.(*bytes.Reader).Len() == 0 && c.written.Load() < 100 {
-		return 0, io.EOF // in the middle of the hello, or right behind it
+		return 0, io.EOF // in the middle of the hello, or right after it
 	}
 	<-c.ready
 	return c.rest.Read(p)
@@ -269,7 +269,7 @@ func (c *fixedConn) Read(p []byte) (int, error) {
 func (c *fixedConn) Write(p []byte) (int, error) { c.written.Add(int64(len(p))); return len(p), nil }
 func (c *fixedConn) Close() error                { return nil }
 
-// fuzzServer serves a host that says what conn says.
+// fuzzServer serves a host that sends conn's bytes.
 func fuzzServer(conn *fixedConn) {
 	g := newFakeGuest()
 	g.put("f", strings.Repeat("x", 100<<10))

@@ -2,14 +2,14 @@ package guestrpc
 
 import "time"
 
-// AgentPort is the vsock port on which the agent listens in the guest, and the
-// one it dials on the host, once, to say that it listens.
+// AgentPort is the vsock port on which the agent listens in the guest. It is also the
+// host's port that the agent dials once, to report that it listens.
 const AgentPort = 1024
 
-// Method is what a stream asks for. The numbers are part of the protocol.
+// Method is the method that a stream calls. The numbers are part of the protocol.
 type Method uint16
 
-// The methods. 68 to 79 are kept for what else makes the identity of a fork
+// The methods. 68 to 79 are reserved for further parts of a fork's identity
 // (secrets), 81 to 95 for ports.
 const (
 	MethodInfo     Method = 1
@@ -54,7 +54,7 @@ const (
 	MethodCodeClose     Method = 103
 )
 
-// toGuest returns the channels that a method sends to the guest on.
+// toGuest returns the channels on which a method sends data to the guest.
 func (m Method) toGuest() channelSet {
 	switch m {
 	case MethodExec, MethodAttach, MethodWrite, MethodConnect, MethodCodeRun:
@@ -63,7 +63,7 @@ func (m Method) toGuest() channelSet {
 	return 0
 }
 
-// toHost returns the channels that a method sends to the host on.
+// toHost returns the channels on which a method sends data to the host.
 func (m Method) toHost() channelSet {
 	switch m {
 	case MethodExec, MethodAttach:
@@ -95,8 +95,8 @@ type Info struct {
 	BootID       string
 	Uptime       time.Duration
 	Generation   uint64 // raised by every fork
-	Processes    uint32 // pids in the guest
-	Execs        uint32 // running ones that were started with Exec
+	Processes    uint32 // processes in the guest
+	Execs        uint32 // running processes that were started with Exec
 	MemoryTotal  uint64 // bytes
 	MemoryFree   uint64
 }
@@ -115,17 +115,17 @@ func (m *Info) visit(c *visitor) {
 	c.u64(&m.MemoryFree)
 }
 
-// ShutdownMode says how a guest ends.
+// ShutdownMode is the way in which a guest ends.
 type ShutdownMode uint8
 
-// The ways to shut down.
+// The modes.
 const (
 	PowerOff ShutdownMode = 1
 	Reboot   ShutdownMode = 2
 )
 
-// ShutdownRequest ends the guest: every process gets SIGTERM, and what is
-// left after Grace gets SIGKILL; file systems are synced and unmounted.
+// ShutdownRequest ends the guest. Every process gets SIGTERM, and the processes left
+// after Grace get SIGKILL. File systems are synced and unmounted.
 type ShutdownRequest struct {
 	Mode  ShutdownMode
 	Grace time.Duration

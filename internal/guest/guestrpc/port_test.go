@@ -24,8 +24,8 @@ func (g *fakeGuest) Connect(_ context.Context, req *ConnectRequest, s *PortStrea
 	return s.CloseWrite()
 }
 
-// TestConnect: bytes go both ways, beyond the windows, and each side is told
-// when the other has closed its own.
+// TestConnect: bytes go both ways, beyond the windows. Each side learns when the
+// other has closed its own.
 func TestConnect(t *testing.T) {
 	c := start(t, newFakeGuest())
 	ctx, cancel := context.WithCancel(testContext(t))
@@ -33,7 +33,7 @@ func TestConnect(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cancel() // of the dial, not of the connection
+	cancel() // ends the dial's context, not the connection
 	sent := bytes.Repeat([]byte("0123456789abcdef"), 1<<17)
 	wrote := make(chan error, 1)
 	go func() {
@@ -62,8 +62,8 @@ func TestConnectRefused(t *testing.T) {
 	}
 }
 
-// TestConnectClosed: a host that leaves is noticed, and so are reads and writes
-// of what it has closed.
+// TestConnectClosed: the guest notices a host that leaves. Reads and writes on a
+// closed connection fail.
 func TestConnectClosed(t *testing.T) {
 	g := newFakeGuest()
 	c := start(t, g)
@@ -85,7 +85,7 @@ func TestConnectClosed(t *testing.T) {
 	if _, err := conn.Write([]byte("x")); !errors.Is(err, ErrClosed) {
 		t.Errorf("a write got %v", err)
 	}
-	for range 3 * MaxStreams { // one that is closed does not count
+	for range 3 * MaxStreams { // a closed connection does not count
 		conn, err := c.Connect(testContext(t), ConnectRequest{Port: 8080})
 		if err != nil {
 			t.Fatal(err)
@@ -99,8 +99,8 @@ func TestConnectClosed(t *testing.T) {
 	}
 }
 
-// TestConnectHostile: what a guest may not answer to a connection ends the
-// session with the reason.
+// TestConnectHostile: an invalid answer of a guest to a connection ends the session
+// with the reason.
 func TestConnectHostile(t *testing.T) {
 	accepted := frame(frameHeaders, 0, 1, 1)
 	for name, tt := range map[string]struct {

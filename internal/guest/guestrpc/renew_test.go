@@ -17,7 +17,7 @@ import (
 	"time"
 )
 
-// secret is entropy that is easy to find in whatever is printed.
+// secret is entropy that is easy to find in printed text.
 var secret = bytes.Repeat([]byte("secret"), 8)
 
 func renewal(generation uint64) *RenewRequest {
@@ -27,7 +27,7 @@ func renewal(generation uint64) *RenewRequest {
 	}
 }
 
-// expectNoSecret looks for the entropy in every way of writing it.
+// expectNoSecret searches for the entropy in every notation.
 func expectNoSecret(t *testing.T, text string) {
 	t.Helper()
 	for _, shown := range []string{"secret", hex.EncodeToString(secret[:4]), strings.ToUpper(hex.EncodeToString(secret[:4])), "115 101 99 114", "0x73, 0x65", "c2VjcmV0"} {
@@ -37,7 +37,7 @@ func expectNoSecret(t *testing.T, text string) {
 	}
 }
 
-// malformedRenewals are bodies that are no RenewRequest.
+// malformedRenewals are bodies that are not a RenewRequest.
 var malformedRenewals = map[string][]byte{
 	"no message":        {},
 	"version 0":         {0},
@@ -51,7 +51,7 @@ var malformedRenewals = map[string][]byte{
 	"bytes at the end":  concat([]byte{1, 48}, secret, []byte{0, 0, 0, 1}, secret),
 }
 
-// malformedRenewReplies are bodies that are no RenewReply.
+// malformedRenewReplies are bodies that are not a RenewReply.
 var malformedRenewReplies = map[string][]byte{
 	"no message":        {},
 	"version 0":         {0, 1, 2},
@@ -80,7 +80,7 @@ func TestRenew(t *testing.T) {
 	} else {
 		expectNoSecret(t, err.Error())
 	}
-	// What can not be sent is refused here, and the session goes on.
+	// A request that cannot be sent is refused here, and the session goes on.
 	for name, change := range map[string]func(*RenewRequest){
 		"entropy": func(r *RenewRequest) { r.Entropy = bytes.Repeat(secret, 30) },
 		"clock":   func(r *RenewRequest) { r.WallClock = time.Unix(-1, 0) },
@@ -109,7 +109,7 @@ func TestRenewNumber(t *testing.T) {
 	}
 }
 
-// TestEntropyIsWipedFromTheReadBuffer looks at what a renewal leaves behind.
+// TestEntropyIsWipedFromTheReadBuffer checks that a renewal leaves no entropy behind.
 func TestEntropyIsWipedFromTheReadBuffer(t *testing.T) {
 	srv := &server{handler: newFakeGuest()}
 	srv.s.w.init(io.Discard, nil, func(error) {})
@@ -125,7 +125,7 @@ func TestEntropyIsWipedFromTheReadBuffer(t *testing.T) {
 	}
 }
 
-// silentGuest renews nothing, and has the longer answer each time.
+// silentGuest renews nothing. Its later answers are longer than the first.
 type silentGuest struct {
 	Handler
 	reply RenewReply
@@ -137,7 +137,8 @@ func (g *silentGuest) Renew(context.Context, *RenewRequest) (RenewReply, error) 
 	return reply, nil
 }
 
-// TestRenewAllocatesNothing: what is allocated in a fork is memory of its own.
+// TestRenewAllocatesNothing: a renewal allocates nothing, since memory that is
+// allocated in a fork is the fork's own.
 func TestRenewAllocatesNothing(t *testing.T) {
 	host, guest := socketPair(t)
 	srv := &server{handler: &silentGuest{}}
@@ -147,7 +148,7 @@ func TestRenewAllocatesNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	sent, reply, id := make([]byte, len(body)), make([]byte, 64), uint32(1)
-	if n := testing.AllocsPerRun(1, func() { // after one that is not counted, as Prepare is
+	if n := testing.AllocsPerRun(1, func() { // the first call does not count; in a guest it is Prepare
 		copy(sent, body)
 		id += 2
 		srv.renew(id, sent)

@@ -11,24 +11,24 @@ import (
 )
 
 const (
-	// MaxStreams is the number of calls that a server runs at a time; further
-	// ones are refused with resource_exhausted.
+	// MaxStreams is the number of calls that a server runs at a time. Further calls
+	// are refused with resource_exhausted.
 	MaxStreams = 128
 
 	// serverWindow is the window of each channel that the agent receives on.
 	serverWindow = 64 << 10
 )
 
-// Handler is what the agent does. Calls run concurrently.
-// The context ends when the host cancels the call or the connection is lost.
-// An error is sent to the host with the code that ErrorFrom finds in it.
+// Handler implements the agent's methods. Calls run concurrently. The context ends
+// when the host cancels the call or the connection is lost. An error is sent to the
+// host with the code that ErrorFrom finds in it.
 type Handler interface {
 	Info(ctx context.Context) (Info, error)
 	Sync(ctx context.Context) error
-	// Shutdown calls accept before it does what can not be undone.
+	// Shutdown calls accept before it does anything irreversible.
 	Shutdown(ctx context.Context, req *ShutdownRequest, accept func() error) error
-	// Renew must not keep anything of req, which is wiped when it returns. It and
-	// Prepare hold up the other calls of their session.
+	// Renew must not keep any part of req, which is wiped when it returns. Renew and
+	// Prepare delay the other calls of their session.
 	Renew(ctx context.Context, req *RenewRequest) (RenewReply, error)
 	// Prepare makes the next Renew cheap.
 	Prepare(ctx context.Context, req *PrepareRequest) error
@@ -37,8 +37,8 @@ type Handler interface {
 	// SetEnv replaces the base environment.
 	SetEnv(ctx context.Context, req *SetEnvRequest) error
 
-	// Exec and Attach return when the process has ended and its output has
-	// been sent, or when ctx ends; the process must not end because of that.
+	// Exec and Attach return when the process has ended and its output has been sent,
+	// or when ctx ends. The end of ctx must not end the process.
 	Exec(ctx context.Context, req *ExecRequest, s *ExecStream) (ExitStatus, error)
 	Attach(ctx context.Context, req *AttachRequest, s *ExecStream) (ExitStatus, error)
 	ListExecs(ctx context.Context, req *ListExecsRequest) (ListExecsReply, error)
@@ -50,8 +50,8 @@ type Handler interface {
 	Stat(ctx context.Context, req *StatRequest) (FileInfo, error)
 	List(ctx context.Context, req *ListRequest) (ListReply, error)
 	Read(ctx context.Context, req *ReadRequest, s *ReadStream) error
-	// Write reads the contents from r until io.EOF. Any other error means that
-	// the host gave up.
+	// Write reads the contents from r until io.EOF. Any other error means that the
+	// host has given up.
 	Write(ctx context.Context, req *WriteRequest, r io.Reader) (WriteReply, error)
 	Mkdir(ctx context.Context, req *MkdirRequest) error
 	Move(ctx context.Context, req *MoveRequest) error
@@ -62,12 +62,12 @@ type Handler interface {
 	Chown(ctx context.Context, req *ChownRequest) error
 	Watch(ctx context.Context, req *WatchRequest, s *WatchStream) error
 
-	// Connect returns when both sides have closed a connection, or one has
+	// Connect returns when both sides of a connection are closed, or when one has
 	// failed.
 	Connect(ctx context.Context, req *ConnectRequest, s *PortStream) error
 
-	// CodeRun and CodeAttach return when the execution has ended and its
-	// outputs have been sent, or when ctx ends; the execution goes on.
+	// CodeRun and CodeAttach return when the execution has ended and its outputs have
+	// been sent, or when ctx ends. The end of ctx does not end the execution.
 	CodeRun(ctx context.Context, req *CodeRunRequest, s *CodeStream) (CodeStatus, error)
 	CodeAttach(ctx context.Context, req *CodeAttachRequest, s *CodeStream) (CodeStatus, error)
 	CodeInterrupt(ctx context.Context, req *CodeInterruptRequest) error
@@ -83,23 +83,23 @@ type server struct {
 	s       session
 	handler Handler
 	calls   sync.WaitGroup
-	// jobs goes to a goroutine that has run a call before and waits for the
-	// next: its stack has grown, which in a fork is worth fifty page faults.
-	// There is at most one; idle holds its place.
+	// jobs goes to a goroutine that has run a call before and waits for the next one.
+	// Its stack has grown already, which in a fork saves fifty page faults. At most
+	// one such goroutine waits; idle holds its place.
 	jobs chan job
 	idle chan struct{}
 
-	renewal renewScratch // the read loop's
+	renewal renewScratch // used by the read loop only
 
 	mu      sync.Mutex // protects running
 	running int
 
-	idleBuffer [idleBuffer]byte // of the session, behind what changes with each frame
+	idleBuffer [idleBuffer]byte // of the session; behind the fields that change with each frame
 }
 
-// Serve speaks to one host over conn until the connection or ctx ends, and
-// closes conn. When it returns all its calls have returned. A connection that
-// the host has closed is no error. Close of conn must end a Read under way.
+// Serve serves one host over conn until the connection or ctx ends, and closes conn.
+// When it returns, all its calls have returned. A connection that the host has closed
+// is no error. Closing conn must end a Read under way.
 func Serve(ctx context.Context, conn io.ReadWriteCloser, h Handler, capabilities ...string) error {
 	srv := &server{handler: h, jobs: make(chan job), idle: make(chan struct{}, 1)}
 	s := &srv.s
@@ -127,7 +127,8 @@ func (srv *server) handshake(capabilities []string) error {
 	if err != nil {
 		return err
 	}
-	// Sent even if the versions do not match, so that the host can say so.
+	// The hello is sent even if the versions do not match, so that the host can
+	// report both.
 	if _, err := s.conn.Write(s.ourHello(capabilities)); err != nil {
 		return err
 	}
@@ -136,7 +137,7 @@ func (srv *server) handshake(capabilities []string) error {
 	return err
 }
 
-// open begins a call. It is called by the read loop and does not wait.
+// open begins a call. The read loop calls it, so it does not wait.
 func (srv *server) open(id uint32, payload []byte) error {
 	s := &srv.s
 	method, n := binary.Uvarint(payload)
@@ -171,7 +172,7 @@ func (srv *server) open(id uint32, payload []byte) error {
 	st := newStream(s, id, Method(method).toGuest())
 	st.blocking = true
 	s.mu.Lock()
-	if s.streams == nil { // the session ended meanwhile
+	if s.streams == nil { // the session has ended meanwhile
 		s.mu.Unlock()
 		srv.end()
 		return nil
@@ -187,13 +188,13 @@ func (srv *server) open(id uint32, payload []byte) error {
 	return nil
 }
 
-// job is a call that is to be run.
+// job is a call to run.
 type job struct {
 	st  *stream
 	run callFunc
 }
 
-// work runs a call, and further ones if no other goroutine waits for them.
+// work runs a call. It then waits for further calls if no other goroutine does.
 func (srv *server) work(j job) {
 	for {
 		srv.call(j.st, j.run)
@@ -211,7 +212,7 @@ func (srv *server) work(j job) {
 	}
 }
 
-// begin counts a call unless there are too many.
+// begin counts a call, unless too many run.
 func (srv *server) begin() bool {
 	srv.mu.Lock()
 	defer srv.mu.Unlock()
@@ -252,14 +253,14 @@ func (srv *server) call(st *stream, run callFunc) {
 		srv.end()
 		return
 	}
-	// Before the host can see the reply and open the next stream, but not
-	// before we have the turn: at most one call that is not counted exists.
+	// The count drops before the host can see the reply and open the next stream, but
+	// only while we hold the turn. So at most one running call is not counted.
 	srv.end()
-	// If it fails, the session has ended and the host knows.
+	// An error means that the session has ended, which the host sees.
 	_ = srv.s.w.writeHoldingTurn(nil, h, payload)
 }
 
-// protect runs a call.
+// protect runs a call and turns a panic into an error.
 func protect(st *stream, run callFunc) (reply message, err error) {
 	err = guarded(func() (err error) {
 		reply, err = run(streamContext{st}, st)
@@ -268,8 +269,8 @@ func protect(st *stream, run callFunc) (reply message, err error) {
 	return reply, err
 }
 
-// guarded turns a panic of a handler into an error: the agent is PID 1, and
-// its death is that of the guest.
+// guarded turns a panic of a handler into an error. The agent is PID 1, so its death
+// would end the guest.
 func guarded(f func() error) (err error) {
 	defer func() {
 		if r := recover(); r != nil {

@@ -139,7 +139,7 @@ func (st *stream) sendHeaders(m message) error {
 	return st.send(header{typ: frameHeaders}, b)
 }
 
-// streamReader reads what the host sends.
+// streamReader reads bytes from the host.
 type streamReader struct{ st *stream }
 
 func (r streamReader) Read(p []byte) (int, error) { return r.st.read(Stdin, p) }
@@ -147,11 +147,11 @@ func (r streamReader) Read(p []byte) (int, error) { return r.st.read(Stdin, p) }
 // ExecStream connects a handler to the host that runs or joins a process.
 type ExecStream struct{ st *stream }
 
-// Started accepts the call. It comes before any output.
+// Started accepts the call. It must precede any output.
 func (s *ExecStream) Started(m ExecStarted) error { return s.st.sendHeaders(&m) }
 
-// Stdin reads what the host writes. io.EOF means that the host has closed
-// stdin, any other error that the connection is lost or the host has left.
+// Stdin reads the host's input. io.EOF means that the host has closed stdin. Any
+// other error means that the connection is lost or the host has left.
 func (s *ExecStream) Stdin() io.Reader { return streamReader{s.st} }
 
 // WriteOutput sends output of the process on Stdout or Stderr. It waits while
@@ -161,13 +161,13 @@ func (s *ExecStream) WriteOutput(c Channel, p []byte) error {
 	return err
 }
 
-// CloseOutput says that an output has ended.
+// CloseOutput marks the end of an output.
 func (s *ExecStream) CloseOutput(c Channel) error { return s.st.closeWrite(c) }
 
 // ReadStream carries a file to the host.
 type ReadStream struct{ st *stream }
 
-// Opened accepts the call. It comes before the contents.
+// Opened accepts the call. It must precede the contents.
 func (s *ReadStream) Opened(info FileInfo) error { return s.st.sendHeaders(&info) }
 
 // Write sends contents. It waits while the host does not read.
@@ -182,8 +182,8 @@ type WatchStream struct {
 // Watching accepts the call. Changes from now on are reported.
 func (s *WatchStream) Watching() error { return s.st.sendHeaders(&empty{}) }
 
-// Send sends events in as few frames as their number allows. It waits while
-// the host does not read; what the kernel queues meanwhile is bounded by it.
+// Send sends events in as few frames as possible. It waits while the host does not
+// read. Meanwhile the kernel bounds its own queue of events.
 func (s *WatchStream) Send(events ...WatchEvent) error {
 	s.buf = s.buf[:0]
 	for i := range events {

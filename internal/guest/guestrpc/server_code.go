@@ -11,7 +11,7 @@ func (srv *server) bindCode(m Method, body []byte) (callFunc, error) {
 	switch m {
 	case MethodSetEnv:
 		run, err := done(body, h.SetEnv)
-		clear(body) // it may hold secrets, and is in the session's read buffer
+		clear(body) // it may hold secrets, and lies in the session's read buffer
 		return run, err
 	case MethodCodeRun:
 		return streamed(body, func(ctx context.Context, req *CodeRunRequest, st *stream) (message, error) {
@@ -45,10 +45,10 @@ type CodeStream struct {
 	buf []byte
 }
 
-// Rest reads what follows the source of the request, if that has More.
+// Rest reads the rest of the source, if the request has More.
 func (s *CodeStream) Rest() io.Reader { return streamReader{s.st} }
 
-// Started accepts the call. It comes before any output.
+// Started accepts the call. It must precede any output.
 func (s *CodeStream) Started(m CodeStarted) error { return s.st.sendHeaders(&m) }
 
 // WriteOutput sends output on Stdout or Stderr. It waits while the host does
@@ -58,7 +58,7 @@ func (s *CodeStream) WriteOutput(c Channel, p []byte) error {
 	return err
 }
 
-// CloseOutput says that an output, or with Control the events, have ended.
+// CloseOutput marks the end of an output, or with Control the end of the events.
 func (s *CodeStream) CloseOutput(c Channel) error { return s.st.closeWrite(c) }
 
 // Send sends an event. It waits while the host does not read.

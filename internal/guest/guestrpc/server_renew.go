@@ -7,13 +7,12 @@ import (
 	"agentrun.dev/internal/codec"
 )
 
-// Renew and Prepare are run by the read loop itself. A renewal is the first
-// thing that every fork does, and what it touches the fork owns from then on:
-// another goroutine would be another stack, and each size of what is allocated
-// another page. Prepare goes the same way so that the stack has grown before
-// the guest is captured.
+// The read loop itself runs Renew and Prepare. A renewal is the first call in every
+// fork, and each page that it touches becomes the fork's own. Another goroutine would
+// mean another stack, and each size class of allocations another page. Prepare runs
+// on the same goroutine so that its stack has grown before the guest is captured.
 
-// renewScratch is what a renewal needs, made once.
+// renewScratch is the memory of a renewal, allocated once.
 type renewScratch struct {
 	req   RenewRequest
 	reply [32]byte
@@ -24,7 +23,7 @@ func (srv *server) renew(id uint32, body []byte) {
 	defer clear(body)
 	r := &srv.renewal
 	r.req = RenewRequest{}
-	defer func() { r.req = RenewRequest{} }() // it points to what comes next
+	defer func() { r.req = RenewRequest{} }() // it points into the read buffer, which the next frame overwrites
 	err := r.req.unmarshalInPlace(body)
 	if err != nil {
 		srv.s.reset(id, malformed(err))
@@ -65,8 +64,8 @@ func malformed(err error) *Error {
 	return newError(CodeInvalidArgument, "malformed request: ", err.Error())
 }
 
-// unmarshalInPlace is unmarshal for a request that lasts no longer than b.
-// Without an interface nothing of it escapes to the heap.
+// unmarshalInPlace is unmarshal for a request that does not outlive b. It uses no
+// interface, so that nothing escapes to the heap.
 func (m *RenewRequest) unmarshalInPlace(b []byte) error {
 	c := visitor{d: codec.NewDecoder(b), inPlace: true}
 	c.version = c.d.Version(messageVersion)
@@ -74,7 +73,7 @@ func (m *RenewRequest) unmarshalInPlace(b []byte) error {
 	return c.d.Finish()
 }
 
-// marshal appends to b; no field has a limit.
+// marshal appends the reply to b. It cannot fail, since no field has a limit.
 func (m *RenewReply) marshal(b []byte) []byte {
 	c := visitor{e: codec.NewEncoder(b), version: messageVersion}
 	c.e.Version(messageVersion)
@@ -82,8 +81,8 @@ func (m *RenewReply) marshal(b []byte) []byte {
 	return c.e.Bytes()
 }
 
-// sessionContext is the context of a call that the read loop runs: the host
-// cannot cancel it, and only its agent ends it.
+// sessionContext is the context of a call that the read loop runs. The host cannot
+// cancel it; it ends with the session.
 type sessionContext struct{ s *session }
 
 func (c sessionContext) Deadline() (time.Time, bool) { return time.Time{}, false }

@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// session is what both ends have in common once the hellos are exchanged: a
-// read loop, a writer and a table of streams.
+// session is the part that both ends share once the hellos are exchanged: a read
+// loop, a writer and a table of streams.
 type session struct {
 	conn    io.ReadWriteCloser
 	r       frameReader
@@ -19,18 +19,18 @@ type session struct {
 	version uint64
 	window  uint32 // of each channel that we receive on
 
-	// The parts in which the ends differ; onOpen is nil on the client.
+	// The functions in which the ends differ. onOpen is nil on the client.
 	onOpen func(id uint32, payload []byte) error
 	onPong func(token uint64)
 
 	closed    chan struct{}
 	closeOnce sync.Once
-	err       error // why; set before closed is closed
+	err       error // the reason of its end; set before closed is closed
 
 	mu      sync.Mutex // protects all following fields
 	streams map[uint32]*stream
-	lastID  uint32 // highest id opened
-	goaway  *Error // what the peer said when it asked for no more streams
+	lastID  uint32 // highest id opened so far
+	goaway  *Error // the peer's GOAWAY, which asks for no more streams
 }
 
 func newSession(conn io.ReadWriteCloser, window uint32) *session {
@@ -39,15 +39,15 @@ func newSession(conn io.ReadWriteCloser, window uint32) *session {
 	return s
 }
 
-// init makes a session of a zero one. It is one piece with its reader, its writer
-// and their buffers, so that in a fork of the guest few pages change with it.
+// init initialises a zero session. The session is one allocation with its reader, its
+// writer and their buffers, so that in a fork of the guest few pages change with it.
 func (s *session) init(conn io.ReadWriteCloser, window uint32, idle []byte) {
 	s.conn, s.window, s.closed, s.streams = conn, window, make(chan struct{}), make(map[uint32]*stream)
 	s.r.init(conn, idle)
 	s.w.init(conn, s.closed, s.fail)
 }
 
-// ourHello is what this end says of itself.
+// ourHello encodes this end's hello.
 func (s *session) ourHello(capabilities []string) []byte {
 	h := hello{minVersion: MinVersion, maxVersion: MaxVersion, maxPayload: MaxPayload, window: s.window, capabilities: capabilities}
 	return h.append(nil)
@@ -63,7 +63,7 @@ func (s *session) fail(err error) {
 		}
 		s.err = err
 		close(s.closed)
-		_ = s.conn.Close() // nothing more can be done about it
+		_ = s.conn.Close() // an error changes nothing now
 		s.mu.Lock()
 		streams := s.streams
 		s.streams = nil
@@ -74,7 +74,7 @@ func (s *session) fail(err error) {
 	})
 }
 
-// lost is what calls fail with once the session has ended.
+// lost is the error of all calls once the session has ended.
 func (s *session) lost() *Error {
 	why := "connection to the guest lost: "
 	if s.onOpen != nil {
@@ -95,9 +95,9 @@ func (s *session) lost() *Error {
 	return &Error{Code: CodeUnavailable, Message: why, cause: cause}
 }
 
-// goawayPatience is how long the end of a session waits for a frame that is
-// being written, so that the peer hears why it ends. A peer that does not read
-// does not hear it.
+// goawayPatience is how long the end of a session waits for a frame that is being
+// written, so that the peer learns the reason. A peer that does not read does not
+// learn it.
 const goawayPatience = time.Second
 
 // sayGoaway tells the peer why the session ends. The holder of the write turn
@@ -115,12 +115,12 @@ func (s *session) sayGoaway(e *Error) {
 	}
 	payload := appendError(nil, e)
 	b := appendHeader(nil, header{typ: frameGoaway, length: uint32(len(payload))})
-	// Best effort: the session ends whether or not the peer hears why.
+	// Best effort: the session ends whether or not the peer learns the reason.
 	_, _ = s.w.try.tryWrite(b, payload)
 	<-s.w.turn
 }
 
-// readLoop handles frames until the connection ends; it returns why.
+// readLoop handles frames until the connection ends, and returns the reason.
 func (s *session) readLoop() error {
 	for {
 		h, payload, err := s.r.next()
@@ -134,7 +134,7 @@ func (s *session) readLoop() error {
 	}
 }
 
-// handle deals with one frame. It never waits. An error ends the session.
+// handle handles one frame. It never waits. An error ends the session.
 func (s *session) handle(h header, payload []byte) error {
 	switch h.typ {
 	case framePing:
@@ -167,8 +167,8 @@ func (s *session) handle(h header, payload []byte) error {
 	return st.handle(h, payload)
 }
 
-// lookup returns the stream with an id, nil if it has been forgotten, and an
-// error if it never was.
+// lookup returns the stream with an id. It returns nil for a forgotten stream, and an
+// error for a stream that never existed.
 func (s *session) lookup(id uint32) (*stream, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

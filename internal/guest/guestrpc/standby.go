@@ -8,16 +8,16 @@ import (
 	"io"
 )
 
-// Standby is a session that waits for its guest to be captured. Each copy of
-// the guest then has the agent's end of it, and Resume makes a client for that:
-// a fork need not open a connection.
+// Standby is a session that stays open while its guest is captured. Each copy of the
+// guest then has the agent's end of it, and Resume makes a client for that end. So a
+// fork need not open a connection.
 type Standby struct {
 	client *Client
 	hellos []byte // ours and the agent's
 }
 
-// OpenStandby exchanges hellos over conn, which it owns from here on. ctx
-// bounds the handshake only.
+// OpenStandby exchanges hellos over conn, and owns conn from then on. ctx bounds the
+// handshake only.
 func OpenStandby(ctx context.Context, conn io.ReadWriteCloser) (*Standby, error) {
 	c, err := NewClient(ctx, conn)
 	if err != nil {
@@ -26,9 +26,9 @@ func OpenStandby(ctx context.Context, conn io.ReadWriteCloser) (*Standby, error)
 	return &Standby{c, c.s.peer.append(c.s.ourHello(nil))}, nil
 }
 
-// Prepare makes the guest ready to be captured. It renews the guest with the
-// identity that it has, on this session: what a fork's Renew will do was then
-// done before, and costs little.
+// Prepare makes the guest ready to be captured. It renews the guest with its own
+// identity, on this session. A fork's Renew then repeats steps that have already been
+// done, which is cheap.
 func (s *Standby) Prepare(ctx context.Context, req PrepareRequest) error {
 	return s.client.call(ctx, MethodPrepare, &req, &empty{})
 }
@@ -36,20 +36,20 @@ func (s *Standby) Prepare(ctx context.Context, req PrepareRequest) error {
 // idSize is the length of a stream's id.
 const idSize = 4
 
-// Agreed is what Resume needs: the id of the last stream and both hellos, ours
-// first. No call may be under way.
+// Agreed returns the state that Resume needs: the id of the last stream and both
+// hellos, ours first. No call may be under way.
 func (s *Standby) Agreed() []byte {
 	s.client.s.mu.Lock()
 	defer s.client.s.mu.Unlock()
 	return append(binary.LittleEndian.AppendUint32(nil, s.client.s.lastID), s.hellos...)
 }
 
-// Close ends the session, here and not in copies of the guest.
+// Close ends the session here. Copies of the guest keep theirs.
 func (s *Standby) Close() error { return s.client.Close() }
 
-// Resume makes a client of a session that a Standby has opened, whose agent's
-// end is the peer of conn. It sends nothing and waits for nothing. conn is
-// closed if it fails.
+// Resume makes a client of a session that a Standby has opened. conn leads to the
+// agent's end of that session. Resume sends nothing and does not wait. If it fails,
+// it closes conn.
 func Resume(conn io.ReadWriteCloser, agreed []byte) (*Client, error) {
 	ours, peer, lastID, err := parseAgreed(agreed)
 	if err != nil {
@@ -57,7 +57,8 @@ func Resume(conn io.ReadWriteCloser, agreed []byte) (*Client, error) {
 		return nil, errors.Join(err, conn.Close())
 	}
 	c := newClient(conn, ours.window)
-	// What the agent was told by an earlier version of this package holds.
+	// The hello that an earlier version of this package has sent to the agent stays
+	// valid.
 	c.s.r.maxPayload = ours.maxPayload
 	c.s.lastID = lastID
 	c.s.peer, c.s.version = peer, min(ours.maxVersion, peer.maxVersion)

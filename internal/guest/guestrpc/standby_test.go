@@ -10,8 +10,8 @@ import (
 	"testing"
 )
 
-// movable is the guest's end of a connection whose other end can be replaced,
-// as happens to a guest that was copied.
+// movable is the guest's end of a connection whose other end can be replaced, as for
+// a guest that was copied.
 type movable struct {
 	*io.PipeReader
 	in *io.PipeWriter
@@ -25,7 +25,7 @@ func newMovable() *movable {
 	return &movable{PipeReader: r, in: w}
 }
 
-// host is a new other end. What the old one has not sent is lost.
+// host returns a new other end. Data that the old one has not sent is lost.
 func (m *movable) host() net.Conn {
 	ours, theirs := net.Pipe()
 	m.mu.Lock()
@@ -67,8 +67,8 @@ func openStandby(t *testing.T) (*Standby, *fakeGuest, *movable) {
 	return s, g, end
 }
 
-// TestStandbyGoesOn: a client that is made of nothing but a connection and what
-// was agreed goes on where the standby stopped.
+// TestStandbyGoesOn: a client that is made only from a connection and the agreed
+// state goes on where the standby stopped.
 func TestStandbyGoesOn(t *testing.T) {
 	s, g, end := openStandby(t)
 	for range 3 {
@@ -98,7 +98,7 @@ func TestStandbyGoesOn(t *testing.T) {
 	}
 }
 
-// TestResumeRefuses what no standby has said.
+// TestResumeRefuses: Resume refuses a state that no standby has returned.
 func TestResumeRefuses(t *testing.T) {
 	s, _, _ := openStandby(t)
 	good := s.Agreed()

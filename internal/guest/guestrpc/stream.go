@@ -24,16 +24,16 @@ type stream struct {
 	headers    []byte
 	reply      []byte
 	ended      bool
-	err        error  // why it ended, nil after REPLY
-	onEnd      func() // called once it has ended; may be nil
+	err        error  // why the stream ended; nil after REPLY
+	onEnd      func() // called once the stream has ended; may be nil
 }
 
-// inbound is what has been received on a channel and not been read yet.
+// inbound holds the bytes of a channel that were received and not read yet.
 type inbound struct {
-	buf     []byte // from off on
+	buf     []byte // unread from off on
 	off     int
 	credit  uint32 // bytes that the peer may still send
-	unacked uint32 // bytes read and not yet returned to the peer
+	unacked uint32 // bytes read and not yet returned to the peer's window
 	eof     bool
 }
 
@@ -53,7 +53,7 @@ func newStream(s *session, id uint32, accept channelSet) *stream {
 	return st
 }
 
-// handle deals with one frame of this stream. It never waits.
+// handle handles one frame of this stream. It never waits.
 func (st *stream) handle(h header, payload []byte) error {
 	fromServer := st.s.onOpen == nil
 	switch h.typ {
@@ -99,7 +99,7 @@ func (st *stream) handle(h header, payload []byte) error {
 	return nil
 }
 
-// onData puts received bytes away. They fit: the window says so.
+// onData stores received bytes. The window guarantees that they fit.
 func (st *stream) onData(c Channel, payload []byte) error {
 	in := &st.in[c]
 	switch {
@@ -114,7 +114,7 @@ func (st *stream) onData(c Channel, payload []byte) error {
 	if in.off == len(in.buf) {
 		in.off, in.buf = 0, in.buf[:0]
 		if cap(in.buf) > idleBuffer && len(payload) < cap(in.buf)/8 {
-			in.buf = nil // bulk data has passed
+			in.buf = nil // the bulk data is over
 		}
 	} else if in.off > 0 && len(in.buf)+len(payload) > cap(in.buf) {
 		in.buf = in.buf[:copy(in.buf, in.buf[in.off:])]
@@ -151,8 +151,8 @@ func (st *stream) onMessage(t frameType, payload []byte) error {
 	return nil
 }
 
-// finish ends the stream on this end; only the first call counts and returns
-// true. It sends nothing. What has been received can still be read.
+// finish ends the stream on this end. Only the first call counts and returns true. It
+// sends nothing. Received data can still be read.
 func (st *stream) finish(err error) bool {
 	st.mu.Lock()
 	if st.ended {
@@ -171,9 +171,9 @@ func (st *stream) finish(err error) bool {
 	return true
 }
 
-// abort ends the stream on both ends and drops what has been received.
+// abort ends the stream on both ends and drops received data.
 func (st *stream) abort(err error) {
-	st.s.forget(st.id) // before a caller that waits can see the end
+	st.s.forget(st.id) // before a waiting caller can see the end
 	if !st.finish(err) {
 		return
 	}
@@ -185,8 +185,8 @@ func (st *stream) abort(err error) {
 	st.s.reset(st.id, errCancelled)
 }
 
-// read reads from a channel, waiting for data. After a failure what had come
-// before is read first.
+// read reads from a channel and waits for data. After a failure it first returns the
+// data that came before.
 func (st *stream) read(c Channel, p []byte) (int, error) {
 	st.mu.Lock()
 	in := &st.in[c]
@@ -259,7 +259,7 @@ func (st *stream) reserve(c Channel, want int) (int, error) {
 	}
 }
 
-// closeWrite says that nothing more comes on a channel.
+// closeWrite tells the peer that no more data will come on a channel.
 func (st *stream) closeWrite(c Channel) error {
 	st.mu.Lock()
 	o := &st.out[c]

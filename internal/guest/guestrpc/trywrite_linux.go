@@ -6,12 +6,12 @@ import (
 	"unsafe"
 )
 
-// socketWriter writes to a socket with sendmsg and MSG_DONTWAIT, which does
-// not wait even if the descriptor is in blocking mode.
+// socketWriter writes to a socket with sendmsg and MSG_DONTWAIT, which does not wait
+// even if the descriptor is in blocking mode.
 //
-// The call is raw: a system call that goes through the Go scheduler wakes its
-// monitor thread when the process was idle, which an agent would pay with a
-// thread switch for every ping. Raw is right here, as the call does not block.
+// The call is raw. A system call that goes through the Go scheduler wakes its monitor
+// thread when the process was idle, which would cost an agent a thread switch for
+// every ping. A raw call is safe here because it does not block.
 type socketWriter struct {
 	raw  syscall.RawConn
 	send func(fd uintptr) bool // made once, so that a write allocates nothing
@@ -23,7 +23,7 @@ type socketWriter struct {
 	errno syscall.Errno
 }
 
-// init makes a writer of a zero one. It reports false if conn is not a socket.
+// init initialises a zero socketWriter. It returns false if conn is not a socket.
 func (w *socketWriter) init(conn io.Writer) bool {
 	sc, ok := conn.(syscall.Conn)
 	if !ok {

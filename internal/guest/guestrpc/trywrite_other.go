@@ -7,8 +7,8 @@ import (
 	"io"
 )
 
-// socketWriter has no portable implementation; frames that must not wait are
-// then written by a goroutine.
+// socketWriter has no portable implementation. Frames that must not wait are then
+// written by a goroutine.
 type socketWriter struct{}
 
 func (*socketWriter) init(io.Writer) bool { return false }

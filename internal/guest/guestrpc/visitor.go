@@ -28,22 +28,22 @@ type message interface {
 	visit(c *visitor)
 }
 
-// messageVersion is the version of every message in protocol version 1. When
-// one gets a new field, it is visited last, after a check of c.since(2).
+// messageVersion is the version of every message in protocol version 1. A new field
+// of a message is visited last, after a check of c.since(2).
 const messageVersion = 1
 
-// visitor visits the fields of a message, writing them if e is set and reading
-// them if d is.
+// visitor visits the fields of a message. It writes them if e is set, and reads them
+// if d is set.
 type visitor struct {
 	e       *codec.Encoder
 	d       *codec.Decoder
 	version uint64
-	err     error // of the writing side
-	inPlace bool  // what is read stays in the input, and is not copied
+	err     error // of encoding
+	inPlace bool  // decoded bytes and strings stay in the input, uncopied
 }
 
-// marshal encodes m. A field over its limit is the caller's mistake and is
-// reported as such rather than sent.
+// marshal encodes m. A field over its limit is the caller's mistake, so marshal
+// reports it instead of sending it.
 func marshal(b []byte, m message) ([]byte, error) {
 	c := visitor{e: codec.NewEncoder(b), version: messageVersion}
 	c.e.Version(messageVersion)
@@ -69,7 +69,7 @@ func (c *visitor) str(what string, v *string, limit int) {
 	if c.d != nil {
 		b := c.d.View(limit)
 		if c.inPlace {
-			*v = unsafe.String(unsafe.SliceData(b), len(b)) // whoever asks for it keeps b as it is meanwhile
+			*v = unsafe.String(unsafe.SliceData(b), len(b)) // the caller must not change b meanwhile
 		} else {
 			*v = string(b)
 		}
@@ -100,7 +100,7 @@ func (c *visitor) strs(what string, v *[]string, maxCount, maxLen int) {
 	c.e.Strings(*v)
 }
 
-// data carries bytes. Errors tell how many there are, never what they are.
+// data carries bytes. Errors state their number, never their value.
 func (c *visitor) data(what string, v *[]byte, limit int) {
 	if c.d != nil {
 		if c.inPlace {
@@ -209,7 +209,7 @@ func (c *visitor) clock(v *time.Time) {
 	c.e.Uvarint(uint64(ns))
 }
 
-// list carries a list of messages, each as bytes, so that they can grow.
+// list carries a list of messages, each as bytes, so that messages can gain fields.
 func list[T any, P interface {
 	*T
 	message
@@ -267,8 +267,8 @@ func (c *visitor) nested(m message) {
 	c.e.Data(b)
 }
 
-// replyBudget is what the entries of a page may take of a frame, so that the
-// other fields fit beside them.
+// replyBudget is how many bytes of a frame the entries of a page may take, so that
+// the other fields still fit.
 const replyBudget = MaxPayload - maxPath - 64
 
 // fit returns how many of the items fit into a reply.
@@ -281,7 +281,7 @@ func fit[T any, P interface {
 	for i := range items {
 		var err error
 		b, err = marshal(b[:0], P(&items[i]))
-		left -= len(b) + 3 // and its length
+		left -= len(b) + 3 // and 3 bytes for its length
 		if err != nil || len(b) > maxItem || left < 0 {
 			return i
 		}
@@ -295,5 +295,5 @@ func FitFiles(entries []FileInfo) int { return fit(entries) }
 // FitExecs returns how many of the processes fit into a ListExecsReply.
 func FitExecs(execs []ExecInfo) int { return fit(execs) }
 
-// since reports whether the fields of message version v are there.
+// since reports whether the fields of message version v are present.
 func (c *visitor) since(v uint64) bool { return c.version >= v }

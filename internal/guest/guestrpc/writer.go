@@ -9,8 +9,8 @@ import (
 // documentation for why a correct peer stays far below it.
 const maxPending = 64 << 10
 
-// keepBuffer is the size up to which write buffers are kept for reuse,
-// smallBuffer that of those to begin with: for a few answers.
+// keepBuffer is the size up to which write buffers are kept for reuse. smallBuffer is
+// the size of the first buffers, which is enough for a few answers.
 const (
 	keepBuffer  = 1 << 10
 	smallBuffer = 64
@@ -21,24 +21,23 @@ var (
 	errNotWritten  = newError(CodeUnavailable, "connection closed")
 )
 
-// nonblockingWriter writes two slices one after the other as far as they go
-// without waiting. A short count without an error means that the peer has to
-// read first.
+// nonblockingWriter writes two slices one after the other, as far as it can without
+// waiting. A short count without an error means that the peer has to read first.
 type nonblockingWriter interface {
 	tryWrite(a, b []byte) (int, error)
 }
 
-// frameWriter writes frames of many goroutines to one connection, each frame
-// in one piece.
+// frameWriter writes the frames of many goroutines to one connection, each frame in
+// one piece.
 type frameWriter struct {
 	conn io.Writer
-	try  nonblockingWriter // nil if the connection has no such thing, else socket
+	try  nonblockingWriter // nil unless the connection is a socket; then &socket
 
-	turn   chan struct{} // holds a token while someone writes
+	turn   chan struct{} // holds a token while a goroutine writes
 	closed <-chan struct{}
 	fail   func(error) // ends the session
 
-	// Used by the holder of the turn only.
+	// Only the holder of the turn uses the following fields.
 	head    [headerSize]byte
 	scratch []byte
 
@@ -46,12 +45,12 @@ type frameWriter struct {
 	pending []byte
 	spare   []byte // for reuse as pending
 
-	// In one piece with the rest, see session.init.
+	// Part of this allocation, see session.init.
 	socket socketWriter
 	small  [2][smallBuffer]byte
 }
 
-// init makes a writer of a zero one.
+// init initialises a zero frameWriter.
 func (w *frameWriter) init(conn io.Writer, closed <-chan struct{}, fail func(error)) {
 	w.conn, w.turn, w.closed, w.fail = conn, make(chan struct{}, 1), closed, fail
 	if w.socket.init(conn) {
@@ -77,7 +76,7 @@ func (w *frameWriter) acquire(cancel <-chan struct{}) error {
 	}
 }
 
-// errCancelled is replaced by the error of the stream, which says why.
+// errCancelled is replaced by the error of the stream, which has the reason.
 var errCancelled = newError(CodeAborted, "cancelled")
 
 // write writes one frame. With a nil cancel it waits until the connection has
@@ -135,8 +134,8 @@ func (w *frameWriter) writeHoldingTurn(cancel <-chan struct{}, h header, payload
 	return nil
 }
 
-// finish writes what is left of a frame, waiting as long as it takes, and
-// gives the turn back.
+// finish writes the rest of a frame, for as long as that takes, and gives the turn
+// back.
 func (w *frameWriter) finish(rest []byte) {
 	if _, err := w.conn.Write(rest); err != nil {
 		w.fail(err)
@@ -144,14 +143,14 @@ func (w *frameWriter) finish(rest []byte) {
 	w.release()
 }
 
-// release writes what is pending and gives the turn back. It does not wait:
-// if the connection is full, a goroutine goes on and keeps the turn.
+// release writes the pending frames and gives the turn back. It does not wait: if the
+// connection is full, a goroutine keeps the turn and goes on.
 func (w *frameWriter) release() {
 	for {
 		w.mu.Lock()
 		if len(w.pending) == 0 {
-			// Under mu, so that control either sees the turn free or had its
-			// frame seen here.
+			// The turn is given back under mu. So control either sees the turn free,
+			// or has appended its frame before this check.
 			<-w.turn
 			w.mu.Unlock()
 			return

@@ -1,10 +1,10 @@
 // Package interpreter holds the drivers of interpreters, which the guest agent
-// brings along: programs in the languages themselves, each of them one file that needs
-// nothing but what its interpreter comes with. The agent starts an interpreter
-// and sends it its driver; docs/design/code.md says what they speak.
+// contains. A driver is a program in the interpreter's language, in one file, that
+// uses only the interpreter's own standard library. The agent starts an interpreter
+// and sends it its driver; docs/design/code.md describes their protocol.
 //
-// It is a package of its own, and its files are constants of the program: in a
-// fork that runs no code, no page of them is touched.
+// The drivers are a package of their own, and constants of the program, so that a
+// fork that runs no code touches none of their pages.
 package interpreter
 
 import _ "embed" // the drivers
@@ -36,8 +36,8 @@ const nodeBoot = `(() => {
   require("vm").runInThisContext("(function (require) {" + source + "\n})", { filename: "<agentrun>" })(require);
 })()`
 
-// pythonBoot reads the driver from the control pipe and runs it. It has names of
-// its own: __main__ is the user's.
+// pythonBoot reads the driver from the control pipe and runs it. It uses a namespace
+// of its own, because __main__ belongs to the user.
 const pythonBoot = `import os
 def read(n):
     b = b""
@@ -52,18 +52,18 @@ exec(compile(read(int.from_bytes(read(4), "little")), "<agentrun>", "exec"), nam
 names["Kernel"]().serve()
 `
 
-// Language is one that interpreters exist for.
+// Language is a language for which interpreters exist.
 type Language struct {
 	Name     string
 	Programs []string // the interpreter, under the names to look for
-	Args     []string // that it is started with
-	Driver   []string // sent to it at once, as one; empty if Args hold it
-	Lines    bool     // it is a shell, and is spoken to in lines
-	Text     bool     // it can tell what a text is
-	Env      bool     // it can have an environment for one execution
+	Args     []string // arguments that it is started with
+	Driver   []string // sent to it at once, joined; empty if Args contain it
+	Lines    bool     // it is a shell, with a line-based protocol
+	Text     bool     // it can tell whether a text is code or a command
+	Env      bool     // it supports an environment for one execution
 }
 
-// Languages returns those there are.
+// Languages returns all languages.
 func Languages() []Language {
 	return []Language{
 		{Name: "python", Programs: []string{"python3", "python"}, Args: []string{"-c", pythonBoot}, Driver: []string{pythonDriver, pythonText}, Text: true, Env: true},
@@ -72,7 +72,7 @@ func Languages() []Language {
 	}
 }
 
-// Default is the language of a context that does not say.
+// Default is the language of a context without a language of its own.
 const Default = "python"
 
 // Names lists the languages.

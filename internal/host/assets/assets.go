@@ -1,6 +1,6 @@
-// Package assets finds the files that sandboxes are made of: the guest kernel,
-// the guest agent, the vmm and netd programs and gVisor's helper. They lie together in one folder: the
-// one the running program is in, or the one that AGENTRUN_ASSETS names.
+// Package assets finds the files that sandboxes are made of: the guest kernel, the guest agent,
+// the vmm and netd programs and gVisor's helper. They lie together in one folder: the folder of
+// the running program, or the folder that AGENTRUN_ASSETS names.
 package assets
 
 import (
@@ -14,15 +14,15 @@ import (
 // EnvFolder names the environment variable that overrides the folder.
 const EnvFolder = "AGENTRUN_ASSETS"
 
-// Asset is one file, by the name it is installed under.
+// Asset is one file, by the name under which it is installed.
 type Asset string
 
-// The files of sandboxes.
+// The files of which sandboxes are made.
 const (
 	Kernel     Asset = "vmlinux"
 	GuestAgent Asset = "guest-agent"
 	VMM        Asset = "vmm"
-	// Netd is the network of sandboxes.
+	// Netd is the network of a namespace's sandboxes.
 	Netd Asset = "netd"
 	// GVisorHelper runs sandboxes on gVisor.
 	GVisorHelper Asset = "gvisor-helper"
@@ -30,7 +30,7 @@ const (
 	TestGuest Asset = "testguest.elf"
 )
 
-// Folder is where the assets lie.
+// Folder returns the folder of the assets.
 func Folder() (string, error) {
 	if dir := os.Getenv(EnvFolder); dir != "" {
 		return filepath.Abs(dir)
@@ -48,8 +48,8 @@ func Folder() (string, error) {
 // EnvCache names the environment variable that overrides the cache folder.
 const EnvCache = "AGENTRUN_CACHE"
 
-// CacheFolder is where kernels, images and the testbed's QEMU are kept, as the build
-// scripts know it too.
+// CacheFolder returns the folder of kernels, images and the testbed's QEMU. The
+// build scripts use the same folder.
 func CacheFolder() (string, error) {
 	if dir := os.Getenv(EnvCache); dir != "" {
 		return filepath.Abs(dir)

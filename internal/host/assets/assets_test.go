@@ -44,7 +44,7 @@ func TestCacheFolder(t *testing.T) {
 	}
 }
 
-// TestMissing: the error says what is missing, where, and what to do.
+// TestMissing: the error names the missing file, its folder and the next step.
 func TestMissing(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv(EnvFolder, dir)
@@ -56,7 +56,8 @@ func TestMissing(t *testing.T) {
 	}
 }
 
-// TestUnreadable: another reason than a missing file is told as it is.
+// TestUnreadable: if an asset is inaccessible for a reason other than a missing
+// file, the error gives that reason.
 func TestUnreadable(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(file, nil, 0o600); err != nil {

@@ -1,5 +1,5 @@
-// Package cpio writes archives in the "newc" form, which is what the Linux
-// kernel unpacks as its initial root filesystem
+// Package cpio writes archives in the "newc" format, which the Linux kernel
+// unpacks as its initial root filesystem
 // (Documentation/driver-api/early-userspace/buffer-format.rst).
 package cpio
 
@@ -16,7 +16,7 @@ const (
 	modeChar   = 0o020000
 )
 
-// Writer writes one archive. The first error sticks and is returned by Close.
+// Writer writes one archive. It keeps its first error, which Close returns.
 type Writer struct {
 	out     *bufio.Writer
 	inode   int
@@ -27,7 +27,7 @@ type Writer struct {
 // NewWriter writes an archive to w.
 func NewWriter(w io.Writer) *Writer { return &Writer{out: bufio.NewWriterSize(w, 64<<10)} }
 
-// Folder adds a folder; its parents must be there.
+// Folder adds a folder. Its parents must have been added before.
 func (w *Writer) Folder(name string) { w.header(name, modeFolder|0o755, 0, 0, 0) }
 
 // Device adds a character device.
@@ -55,8 +55,8 @@ func (w *Writer) File(name string, permissions uint32, size int64, r io.Reader) 
 	w.pad()
 }
 
-// Close writes the trailer and returns the first error met. It does not close
-// the underlying writer.
+// Close writes the trailer and returns the first error. It does not close the
+// underlying writer.
 func (w *Writer) Close() error {
 	w.inode = 0
 	w.header("TRAILER!!!", 0, 0, 0, 0)
@@ -82,7 +82,7 @@ func (w *Writer) header(name string, mode uint32, size int64, major, minor int) 
 	w.pad()
 }
 
-// pad aligns what follows to four bytes.
+// pad pads the archive to a multiple of four bytes.
 func (w *Writer) pad() {
 	for w.written%4 != 0 && w.err == nil {
 		w.written++

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// TestArchive has cpio(1) unpack what was written.
+// TestArchive unpacks an archive with cpio(1).
 func TestArchive(t *testing.T) {
 	tool, err := exec.LookPath("cpio")
 	if err != nil {

@@ -7,21 +7,21 @@ import (
 	"strings"
 )
 
-// wantedControllers limit what one sandbox may use of its host.
+// wantedControllers limit a sandbox's use of its host.
 var wantedControllers = []string{"memory", "cpu", "pids", "io"}
 
-// cgroupLayout is how the control groups of a host are mounted.
+// cgroupLayout describes how the control groups of a host are mounted.
 type cgroupLayout struct {
 	v2 bool
 	v1 bool
 	// folders maps a controller, by its v2 name, to its hierarchy's folder.
 	folders map[string]string
-	// v2Folder is where v2 is mounted, v2Options how.
+	// v2Folder is the mount point of v2, v2Options its mount options.
 	v2Folder  string
 	v2Options []string
 }
 
-// name is what administrators call the layout.
+// name is the name that administrators use for the layout.
 func (l cgroupLayout) name() string {
 	switch {
 	case l.v1 && l.v2:
@@ -124,18 +124,19 @@ func checkCgroups(h *host) []Check {
 	return one(c)
 }
 
-// favorsModifications is the mount option with which a change of a process's cgroup
-// need not wait for an RCU grace period (admin-guide/cgroup-v2.rst).
+// favorsModifications is the mount option with which moving a process to another
+// cgroup does not wait for an RCU grace period (admin-guide/cgroup-v2.rst).
 const favorsModifications = "favordynmods"
 
-// KVM moves a kernel thread of each new VM into its process's cgroup, until 6.13
-// gave the process a thread of its own for that. The option is there since 6.0.
+// KVM moved a kernel thread of each new VM into its process's cgroup until Linux
+// 6.13, which gave the process a thread of its own for that. The option exists
+// since 6.0.
 var (
 	firstFavoring = [2]int{6, 0}
 	firstFast     = [2]int{6, 13}
 )
 
-// slowVMs reports whether making a VM takes longer than it need on this host.
+// slowVMs reports whether making a VM takes longer on this host than necessary.
 func (h *host) slowVMs(l cgroupLayout) bool {
 	release, err := h.read("proc/sys/kernel/osrelease")
 	v, ok := parseVersion(release)

@@ -1,10 +1,10 @@
-// Package doctor looks at a host and says which engine runs sandboxes on it,
-// what is missing and how to put that right. It changes nothing, but for the
-// empty cgroup and the empty folder that the trial of a jail leaves.
+// Package doctor examines a host. It says which engine runs sandboxes on it,
+// what is missing and how to fix that. It changes nothing on the host, except
+// that the trial of a jail leaves an empty cgroup and an empty folder.
 //
-// What it reads are the files under /proc, /sys and /dev and the answers of a
-// few system calls; both are inputs of Run, so that tests can play hosts they
-// do not run on.
+// Its inputs are the files under /proc, /sys and /dev and the answers of a few
+// system calls. Both are parameters of Run, so that tests can simulate other
+// hosts.
 package doctor
 
 import (
@@ -20,7 +20,7 @@ import (
 // Status is the outcome of one check.
 type Status string
 
-// The outcomes. A warning is something a person should know; a failure keeps
+// The outcomes. A warning is important for the administrator; a failure keeps
 // sandboxes from running on this host.
 const (
 	OK   Status = "ok"
@@ -28,9 +28,9 @@ const (
 	Fail Status = "fail"
 )
 
-// Check is one thing that was looked at.
+// Check is the result of one examination.
 type Check struct {
-	// Name says what was looked at. Names are part of the JSON schema.
+	// Name says what was examined. Names are part of the JSON schema.
 	Name   string `json:"name"`
 	Status Status `json:"status"`
 	// Detail says what was found.
@@ -39,8 +39,8 @@ type Check struct {
 	Fix string `json:"fix,omitempty"`
 }
 
-// Names of the checks, in the order of a report. CheckCapabilities is there
-// only when /dev/kvm could be opened.
+// Names of the checks, in the order of a report. CheckCapabilities is included
+// only if /dev/kvm could be opened.
 const (
 	CheckKVM          = "kvm"
 	CheckCapabilities = "kvm-capabilities"
@@ -65,59 +65,59 @@ type Engine string
 const (
 	EngineMicroVM Engine = "microvm"
 	EngineGVisor  Engine = "gvisor"
-	// EngineNone means that no engine works on this host as it is.
+	// EngineNone means that no engine works on this host in its current state.
 	EngineNone Engine = "none"
 )
 
-// Schema is the version of a report's JSON form. It grows when a field
-// changes its meaning or goes away, not when one is added.
+// Schema is the version of a report's JSON form. It increases when a field
+// changes its meaning or is removed, not when one is added.
 const Schema = 1
 
-// Report is what was found on a host.
+// Report holds the results for a host.
 type Report struct {
 	Schema int `json:"schema"`
-	// Engine is the engine that is used on this host unless another is asked for.
+	// Engine is the engine that this host uses by default.
 	Engine Engine `json:"engine"`
 	// Advice says in a sentence what to do next.
 	Advice string  `json:"advice"`
 	Checks []Check `json:"checks"`
 }
 
-// Usable says whether sandboxes can run on the host.
+// Usable reports whether sandboxes can run on the host.
 func (r Report) Usable() bool { return r.Engine != EngineNone }
 
-// Config is where to look. Its zero value, filled by Run, is the real host.
+// Config holds the inputs. Run fills a zero Config with those of the real host.
 type Config struct {
-	// Files is the host's root folder: proc, sys and dev are read from it.
+	// Files is the host's root folder: Run reads proc, sys and dev from it.
 	Files fs.FS
-	// CacheFolder is where images and kernels are kept, StateFolder where sandboxes
-	// write; they need not exist.
+	// CacheFolder is the folder of images and kernels. StateFolder is the folder to
+	// which sandboxes write. They need not exist.
 	CacheFolder, StateFolder string
-	// Probes ask the kernel. A nil one is replaced by the real one.
+	// Probes ask the kernel. A nil probe is replaced by the real one.
 	Probes Probes
 }
 
-// Probes are the questions that no file answers.
+// Probes are the questions that no file can answer.
 type Probes struct {
 	// KVM opens /dev/kvm and names the capabilities that it lacks. The error
 	// is that of opening it.
 	KVM func() (missing []string, err error)
-	// Jail builds the walls around a process, limits included, and says what is
-	// in the way.
+	// Jail builds the walls around a process, including limits. Its error says
+	// why they cannot be built.
 	Jail func() error
-	// DiskLimits says why cgroups do not bound what sandboxes read and write in a
-	// folder.
+	// DiskLimits returns the device below a folder. Its error says why cgroups
+	// cannot bound the reads and writes of sandboxes there.
 	DiskLimits func(folder string) (device string, err error)
-	// Userfaultfd makes a userfaultfd, whatever way is open to this process,
+	// Userfaultfd makes a userfaultfd, in any way that is open to this process,
 	// and returns its features (UFFD_FEATURE_*).
 	Userfaultfd func() (features uint64, err error)
 	// Memfd makes a file in memory and seals it.
 	Memfd func() error
 	// Disk returns the free bytes of the file system that holds a path.
 	Disk func(path string) (free uint64, err error)
-	// Writable says whether this process may make things in a folder.
+	// Writable reports whether this process may create files in a folder.
 	Writable func(path string) bool
-	// Root says whether this process is root's.
+	// Root reports whether this process runs as root.
 	Root func() bool
 	// Asset finds a part of a sandbox.
 	Asset func(assets.Asset) (path string, err error)
@@ -162,14 +162,14 @@ func (c *Config) fill() {
 	}
 }
 
-// host is a configured Config with what several checks need to know.
+// host is a Config with the facts that several checks need.
 type host struct {
 	Config
 	cpu cpuInfo
 }
 
-// Run makes all checks. It ends early, with the checks made so far, when the
-// context does.
+// Run makes all checks. If the context ends, it stops and returns the checks
+// made so far.
 func Run(ctx context.Context, cfg Config) Report {
 	cfg.fill()
 	h := &host{Config: cfg, cpu: readCPU(cfg.Files)}
@@ -187,16 +187,16 @@ func Run(ctx context.Context, cfg Config) Report {
 	return r
 }
 
-// onlyMicroVMs are the checks that concern microVMs alone.
+// onlyMicroVMs are the checks that concern only microVMs.
 var onlyMicroVMs = []string{CheckKVM, CheckCapabilities, CheckJail, CheckDiskLimits, CheckUserfaultfd, CheckAssets}
 
 // conclude picks the engine, as auto does, and says why: microVMs on hardware
-// KVM, gVisor elsewhere.
+// KVM, gVisor on other hosts.
 func conclude(ctx context.Context, checks []Check) (Engine, string) {
 	if ctx.Err() != nil {
 		return EngineNone, "The examination was interrupted: run it again."
 	}
-	var kvm, gvisor, common, micro bool // what has failed
+	var kvm, gvisor, common, micro bool // the checks that failed
 	for _, c := range checks {
 		switch {
 		case c.Name == CheckGVisor:

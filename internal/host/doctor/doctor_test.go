@@ -35,7 +35,7 @@ func loadHost(t *testing.T, name string) fs.FS {
 	return files
 }
 
-// wellProbes answers as a host in good order does.
+// wellProbes answers like a host without problems.
 func wellProbes() Probes {
 	return Probes{
 		KVM:         func() ([]string, error) { return nil, nil },
@@ -71,22 +71,22 @@ func find(t *testing.T, r Report, name string) Check {
 	return Check{}
 }
 
-// pathError is what opening /dev/kvm fails with.
+// pathError is the error of opening /dev/kvm.
 func pathError(err error) error { return &fs.PathError{Op: "open", Path: "/dev/kvm", Err: err} }
 
-// TestSlowVMs: where KVM moves threads between cgroups, their hierarchy should
-// favor that.
+// TestSlowVMs: if KVM moves threads between cgroups, the hierarchy should be
+// mounted with favordynmods.
 func TestSlowVMs(t *testing.T) {
 	const mountinfo, osrelease = "proc/self/mountinfo", "proc/sys/kernel/osrelease"
 	for _, tt := range []struct {
 		release, options string
-		fix              string // empty: all is well
+		fix              string // empty: no problem
 	}{
 		{"6.1.0-18-amd64", "rw,nsdelegate,favordynmods", ""},
 		{"6.1.0-18-amd64", "rw,nsdelegate,memory_recursiveprot", "mount -o remount,nsdelegate,memory_recursiveprot,favordynmods /sys/fs/cgroup"},
 		{"6.12.1", "rw", "mount -o remount,favordynmods /sys/fs/cgroup"},
 		{"6.13.0", "rw", ""},
-		{"5.15.0", "rw", ""}, // it has no such option
+		{"5.15.0", "rw", ""}, // it does not have this option
 	} {
 		files := loadHost(t, "amd-debian12").(fstest.MapFS)
 		files[osrelease] = &fstest.MapFile{Data: []byte(tt.release)}
@@ -98,7 +98,8 @@ func TestSlowVMs(t *testing.T) {
 	}
 }
 
-// TestHosts plays whole hosts and looks at the check that makes them special.
+// TestHosts simulates whole hosts and checks the check in which each is
+// special.
 func TestHosts(t *testing.T) {
 	noKVM := func(p *Probes) { p.KVM = func() ([]string, error) { return nil, pathError(fs.ErrNotExist) } }
 	for _, test := range []struct {
@@ -219,8 +220,8 @@ func TestHosts(t *testing.T) {
 	}
 }
 
-// checkShape holds for every report: the order of names, and a fix for each
-// problem.
+// checkShape checks properties of every report: the order of names, and a fix
+// for each problem.
 func checkShape(t *testing.T, r Report) {
 	t.Helper()
 	want := []string{
@@ -245,7 +246,8 @@ func checkShape(t *testing.T, r Report) {
 	}
 }
 
-// TestEmptyRoot is a container without /proc: nothing panics, all is said.
+// TestEmptyRoot: in a container without /proc no check panics, and all checks
+// report.
 func TestEmptyRoot(t *testing.T) {
 	r := Run(t.Context(), Config{Files: fstest.MapFS{}, Probes: wellProbes()})
 	checkShape(t, r)
@@ -323,7 +325,7 @@ engine: none. Do something.
 	}
 }
 
-// TestJSON pins the schema: programs read it.
+// TestJSON fixes the schema, because programs read it.
 func TestJSON(t *testing.T) {
 	got, err := json.Marshal(Report{Schema: Schema, Engine: EngineMicroVM, Advice: "Go.", Checks: []Check{
 		{Name: CheckKVM, Status: Warn, Detail: "d", Fix: "f"}, {Name: CheckCPU, Status: OK, Detail: "d"},
@@ -338,8 +340,8 @@ func TestJSON(t *testing.T) {
 	}
 }
 
-// TestThisHost runs the real probes. What they find differs from host to
-// host; that they find something, and agree with the files, does not.
+// TestThisHost runs the real probes. Their results differ between hosts, but
+// each returns a result that agrees with the files.
 func TestThisHost(t *testing.T) {
 	r := Run(t.Context(), Config{CacheFolder: filepath.Join(t.TempDir(), "not", "made", "yet")})
 	checkShape(t, r)

@@ -17,7 +17,7 @@ func (h *host) exists(name string) bool {
 	return err == nil
 }
 
-// read returns a file's text without the white space around it.
+// read returns a file's text without leading and trailing white space.
 func (h *host) read(name string) (string, error) {
 	data, err := fs.ReadFile(h.Files, name)
 	if err != nil {
@@ -46,7 +46,7 @@ func checkCPU(h *host) []Check {
 	return one(c)
 }
 
-// oldKernel is the oldest Linux that the project is tried on.
+// oldKernel is the oldest Linux on which the project is tested.
 var oldKernel = [2]int{5, 10}
 
 func checkKernel(h *host) []Check {
@@ -71,8 +71,8 @@ func checkKernel(h *host) []Check {
 	return one(c)
 }
 
-// mapsAhead has KVM_PRE_FAULT_MEMORY, with which a fork need not fault for memory
-// that it is known to touch.
+// mapsAhead is the first Linux with KVM_PRE_FAULT_MEMORY. With it a fork has no
+// page faults for memory that it is known to touch.
 var mapsAhead = [2]int{6, 11}
 
 // parseVersion takes the first two numbers of a release like 6.1.0-18-amd64.
@@ -95,14 +95,15 @@ func parseVersion(release string) (v [2]int, ok bool) {
 	return v, true
 }
 
-// Features of UFFDIO_API (linux/uapi/linux/userfaultfd.h) that write
-// protection of a guest's memory needs.
+// Features of UFFDIO_API (linux/uapi/linux/userfaultfd.h) that are needed to
+// write-protect a guest's memory.
 const (
 	uffdPagefaultWP = 1 << 0
 	uffdShmemWP     = 1 << 12
 )
 
-// checkJail builds a jail, since only the attempt tells whether all of it works.
+// checkJail builds a jail, because only the attempt shows whether all of it
+// works.
 func checkJail(h *host) []Check {
 	c := Check{Name: CheckJail, Status: OK, Detail: "user ids, namespaces, an empty root and limits of their own for microVMs"}
 	if err := h.Probes.Jail(); err != nil {
@@ -112,8 +113,9 @@ func checkJail(h *host) []Check {
 	return one(c)
 }
 
-// checkDiskLimits tells what holds a microVM to --io-bytes and --io-ops. Token
-// buckets always do, so that nothing is wrong where they are alone.
+// checkDiskLimits reports how --io-bytes and --io-ops are enforced for
+// microVMs. Token buckets always enforce them, so the check is OK without
+// cgroups, too.
 func checkDiskLimits(h *host) []Check {
 	c := Check{Name: CheckDiskLimits, Status: OK}
 	if device, err := h.Probes.DiskLimits(h.StateFolder); err != nil {
@@ -124,7 +126,7 @@ func checkDiskLimits(h *host) []Check {
 	return one(c)
 }
 
-// forksStandStill is what a host without userfaultfd costs.
+// forksStandStill is the disadvantage of a host without userfaultfd.
 const forksStandStill = "a running sandbox stands still while a fork copies its memory"
 
 func checkUserfaultfd(h *host) []Check {
@@ -171,10 +173,10 @@ const (
 	mib = 1 << 20
 	gib = 1 << 30
 
-	// A guest of the least size with its VMM fits into memoryNeeded.
+	// A guest of the minimum size and its vmm fit into memoryNeeded.
 	memoryNeeded  = 128 * mib
 	memoryAdvised = 1 * gib
-	// The kernel's source tree and objects need most of diskAdvised, once.
+	// The kernel's source tree and object files need most of diskAdvised, once.
 	diskNeeded  = 256 * mib
 	diskAdvised = 4 * gib
 )
@@ -232,7 +234,7 @@ func checkDisk(h *host) []Check {
 	return one(c)
 }
 
-// bytes prints an amount for people.
+// bytes formats a number of bytes for people.
 func bytes(n uint64) string {
 	if n >= gib {
 		return fmt.Sprintf("%.1f GiB", float64(n)/gib)
@@ -279,8 +281,8 @@ func checkTools(h *host) []Check {
 	return one(c)
 }
 
-// checkGVisor looks at what sandboxes on gVisor need. It is a warning at most:
-// microVMs do without.
+// checkGVisor checks the requirements of sandboxes on gVisor. It warns at most,
+// because microVMs do not need them.
 func checkGVisor(h *host) []Check {
 	c := Check{Name: CheckGVisor, Status: Warn}
 	for _, a := range []assets.Asset{assets.GVisorHelper, assets.GuestAgent} {

@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// cpuInfo is what /proc/cpuinfo says about the first processor.
+// cpuInfo is the data of /proc/cpuinfo about the first processor.
 type cpuInfo struct {
 	vendor, model string
 	count         int
@@ -48,7 +48,7 @@ func readCPU(files fs.FS) cpuInfo {
 	return cpu
 }
 
-// extension is the processor's virtualization extension, or nothing.
+// extension is the processor's virtualization extension, or "".
 func (c cpuInfo) extension() string {
 	switch {
 	case c.flags["vmx"]:
@@ -59,11 +59,11 @@ func (c cpuInfo) extension() string {
 	return ""
 }
 
-// virtual says that the host is itself a guest.
+// virtual reports whether the host is itself a guest.
 func (c cpuInfo) virtual() bool { return c.flags["hypervisor"] }
 
-// HardwareKVM reports whether this host has a KVM that hardware backs, on which
-// microVMs run well, and what was found.
+// HardwareKVM reports whether this host has a KVM that hardware supports, so
+// that microVMs run well. detail describes the KVM.
 func HardwareKVM() (ok bool, detail string) {
 	var cfg Config
 	cfg.fill()
@@ -77,7 +77,8 @@ const (
 	useHardware = "use a host with VMX or SVM"
 )
 
-// checkKVM finds out which kind of KVM the host has and what it can do.
+// checkKVM finds out which kind of KVM the host has and which capabilities it
+// lacks.
 func checkKVM(h *host) []Check {
 	missing, err := h.Probes.KVM()
 	kind := kvmKind(h, err)
@@ -96,7 +97,7 @@ func checkKVM(h *host) []Check {
 
 func kvmKind(h *host, openErr error) Check {
 	switch {
-	// It answers every call like hardware does, so it comes first.
+	// kvm-pvm answers every call like hardware, so this case comes first.
 	case h.exists("sys/module/kvm_pvm"):
 		return Check{
 			Status: Fail,
@@ -133,7 +134,7 @@ func kvmKind(h *host, openErr error) Check {
 	return Check{Status: OK, Detail: fmt.Sprintf("hardware virtualization (%s)", h.cpu.extension())}
 }
 
-// missingKVM says why there is no /dev/kvm.
+// missingKVM explains why there is no /dev/kvm.
 func missingKVM(cpu cpuInfo) Check {
 	c := Check{Status: Fail}
 	switch ext := cpu.extension(); {

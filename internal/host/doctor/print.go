@@ -6,11 +6,11 @@ import (
 	"strings"
 )
 
-// Style is how a report is shown to a person.
+// Style says how to show a report to a person.
 type Style struct {
-	// Plain uses ASCII alone.
+	// Plain uses only ASCII.
 	Plain bool
-	// Color paints the marks, for terminals.
+	// Color colours the marks, for terminals.
 	Color bool
 }
 
@@ -22,7 +22,7 @@ var (
 
 const colorOff = "\x1b[0m"
 
-// Print writes the report as text: a line per check, its fix below it.
+// Print writes the report as text: a line per check, followed by its fix.
 func (r Report) Print(w io.Writer, s Style) error {
 	width := 0
 	for _, c := range r.Checks {

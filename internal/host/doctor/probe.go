@@ -38,9 +38,9 @@ type uffdAPI struct{ api, features, ioctls uint64 }
 // The kernel's ABI; a wrong size does not compile.
 var _ [24]byte = [unsafe.Sizeof(uffdAPI{})]byte{}
 
-// probeUserfaultfd takes the device when it may, else the system call. Both
-// must see faults taken inside the kernel, as KVM_RUN takes them: a descriptor
-// for user-mode faults alone would not do.
+// probeUserfaultfd uses the device if it may, otherwise the system call. Both
+// must report faults inside the kernel, because KVM_RUN causes such faults: a
+// descriptor for user-mode faults only would not be enough.
 func probeUserfaultfd() (features uint64, err error) {
 	fd, deviceErr := openUserfaultfd()
 	if deviceErr != nil {
@@ -51,7 +51,7 @@ func probeUserfaultfd() (features uint64, err error) {
 		fd = int(r)
 	}
 	defer func() { err = errors.Join(err, unix.Close(fd)) }()
-	// Asking for no feature returns those the kernel has.
+	// A request without features returns those of the kernel.
 	a := uffdAPI{api: uffdAPIVersion}
 	// Invariant: a lives on this frame until the call returns.
 	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), uffdioAPI, uintptr(unsafe.Pointer(&a))); errno != 0 {
@@ -73,7 +73,8 @@ func openUserfaultfd() (fd int, err error) {
 	return int(r), nil
 }
 
-// probeMemfd makes what the product makes: a file that can no longer change.
+// probeMemfd makes a file as the product does: a memfd that can no longer
+// change.
 func probeMemfd() (err error) {
 	fd, err := unix.MemfdCreate("doctor", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
@@ -87,8 +88,8 @@ func probeMemfd() (err error) {
 	return nil
 }
 
-// probeDisk asks the nearest folder that exists: the cache is made when it is
-// first needed.
+// probeDisk examines the nearest folder that exists, because the cache folder
+// is made only when it is first needed.
 func probeDisk(path string) (uint64, error) {
 	f, err := openNearest(path)
 	if err != nil {
@@ -102,7 +103,7 @@ func probeDisk(path string) (uint64, error) {
 	return s.Bavail * uint64(s.Bsize), nil
 }
 
-// openNearest opens a folder, or the nearest above it that exists.
+// openNearest opens a folder, or its nearest parent that exists.
 func openNearest(path string) (*os.File, error) {
 	path, err := filepath.Abs(path)
 	if err != nil {
@@ -121,8 +122,8 @@ func openNearest(path string) (*os.File, error) {
 	}
 }
 
-// probeDiskLimits has a cgroup bound the disk below a folder, for a moment and for
-// nobody.
+// probeDiskLimits makes an empty cgroup bound the disk below a folder, for a
+// moment.
 func probeDiskLimits(folder string) (string, error) {
 	f, err := openNearest(folder)
 	if err != nil {
@@ -139,7 +140,7 @@ func probeDiskLimits(folder string) (string, error) {
 
 func probeWritable(path string) bool { return unix.Access(path, unix.W_OK) == nil }
 
-// probeJail makes a jail as a sandbox's would be, and takes it down again.
+// probeJail makes a jail like that of a sandbox and removes it again.
 func probeJail() error {
 	path, err := assets.Path(assets.VMM)
 	if err != nil {

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// TestCollectRarely: garbage is collected, by the limit alone, again and again.
+// TestCollectRarely: the memory limit alone keeps starting collections.
 func TestCollectRarely(t *testing.T) {
 	old := debug.SetGCPercent(100)
 	limit := debug.SetMemoryLimit(-1)
@@ -29,7 +29,7 @@ func TestCollectRarely(t *testing.T) {
 	if n := after.NumGC - before.NumGC; n < 3 {
 		t.Errorf("256 MiB of garbage led to %d collections", n)
 	}
-	// It followed what is live, and did not go away.
+	// The limit has followed the live heap and still applies.
 	if limit := debug.SetMemoryLimit(-1); limit > 1<<30 {
 		t.Errorf("the limit is %d MiB", limit>>20)
 	}

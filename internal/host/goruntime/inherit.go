@@ -9,10 +9,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// SlowMonitorOfChildren gives the calling thread, to which the caller's goroutine must be
-// locked, a timer slack with which all processes that it starts begin. One that
-// is a Go program calls OnlyMonitor. It is for processes that cannot be reached
-// by SlowMonitor, and slows their monitor down from its first look on.
+// SlowMonitorOfChildren sets the timer slack of the calling thread, to which the caller's
+// goroutine must be locked. All processes that the thread starts inherit the slack. A Go
+// program among them calls OnlyMonitor. This is for processes whose monitor SlowMonitor
+// cannot reach, and it slows their monitor from its first look on.
 func SlowMonitorOfChildren(d time.Duration) error {
 	if err := unix.Prctl(unix.PR_SET_TIMERSLACK, uintptr(d.Nanoseconds()), 0, 0, 0); err != nil {
 		return fmt.Errorf("set timer slack: %w", err)
@@ -20,23 +20,26 @@ func SlowMonitorOfChildren(d time.Duration) error {
 	return nil
 }
 
-// usualSlack is what Linux gives to processes.
+// usualSlack is Linux's default.
 const usualSlack = 50 * time.Microsecond
 
-// threadsAhead is how many threads are made ahead, at least. A thread that the monitor
-// makes begins with its slack; but it takes one that is idle where there is one.
+// threadsAhead is the minimum number of threads to make ahead. A thread that the
+// monitor makes would inherit its slack, but the monitor makes one only if there is no
+// idle thread.
 const threadsAhead = 2
 
-// OnlyMonitor gives all threads of a process but its monitor the usual timer
-// slack. It must be called by an init function, which the runtime has the first
-// thread run: other goroutines then run on others.
+// OnlyMonitor gives all threads of a process except its monitor the usual timer
+// slack. An init function must call it: the runtime runs init functions on the
+// first thread, and other goroutines then run on other threads.
 //
-// The runtime sleeps for 3 µs before it takes a goroutine from another thread's
-// queue. With the monitor's slack that would be as long as the slack.
+// This matters because the runtime sleeps for 3 µs before it takes a goroutine
+// from another thread's queue. With the monitor's slack that sleep would take
+// as long as the slack.
 func OnlyMonitor() {
-	usual := func() { _ = SlowMonitorOfChildren(usualSlack) } // the kernel takes any value
+	usual := func() { _ = SlowMonitorOfChildren(usualSlack) } // the kernel accepts any value
 	usual()
-	// All that the runtime has made so far but the first and the monitor.
+	// All threads that the runtime has made so far, except the first and the
+	// monitor.
 	made, _ := runtime.ThreadCreateProfile(nil)
 	others := max(made-2, threadsAhead)
 	var met, left sync.WaitGroup
@@ -44,7 +47,8 @@ func OnlyMonitor() {
 	for range others {
 		left.Go(func() {
 			usual()
-			// Whoever waits here keeps its thread: the next one gets another.
+			// A goroutine that waits here keeps its thread, so the next one
+			// gets another thread.
 			runtime.LockOSThread()
 			defer runtime.UnlockOSThread()
 			met.Done()

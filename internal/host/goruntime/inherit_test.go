@@ -12,10 +12,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// inheritorCommand has the test binary be a process that SlowMonitorOfChildren is about.
+// inheritorCommand makes the test binary a process whose parent has called
+// SlowMonitorOfChildren.
 const inheritorCommand = "goruntime-inheritor"
 
-// Like a program's own: it runs before the tests and before main.
+// Like the init function of a program: it runs before the tests and before
+// main.
 func init() {
 	if os.Getenv(inheritorCommand) == "" {
 		return
@@ -29,7 +31,7 @@ func init() {
 
 // slacks lists the timer slack of this process's threads, the oldest first.
 func slacks() (all []string) {
-	entries, _ := os.ReadDir("/proc/self/task") // none fails the test
+	entries, _ := os.ReadDir("/proc/self/task") // an empty list fails the test
 	for _, e := range entries {
 		b, _ := os.ReadFile("/proc/" + e.Name() + "/timerslack_ns")
 		all = append(all, strings.TrimSpace(string(b)))
@@ -37,10 +39,10 @@ func slacks() (all []string) {
 	return all
 }
 
-// TestSlowMonitorOfChildren: of a process that was started by a thread with a slack, the
-// monitor keeps it, and the first thread and those that were made ahead do not.
+// TestSlowMonitorOfChildren: in a process started by a thread with a slack, the monitor
+// keeps the slack. The first thread and those made ahead do not.
 func TestSlowMonitorOfChildren(t *testing.T) {
-	runtime.LockOSThread() // and never unlocked: the thread ends with the test
+	runtime.LockOSThread() // never unlocked: the thread ends with the test
 	const slack = 7 * time.Millisecond
 	if err := SlowMonitorOfChildren(slack); err != nil {
 		t.Fatal(err)

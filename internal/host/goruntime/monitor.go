@@ -12,26 +12,27 @@ import (
 //
 // Whenever a thread of an idle Go program enters a system call, the runtime
 // wakes its monitor, which then looks around every 20 µs for a millisecond or
-// more. On a server that is noise. In a microVM each look is a timer that is
-// programmed and fires, two exits and two context switches: it made an exec in
-// a guest five times as slow. In the process of a VM, whose threads enter
+// more. On a server that cost is negligible. In a microVM each look programs a
+// timer that fires, which costs two exits and two context switches: it made an
+// exec in a guest five times as slow. In a vmm process, whose threads enter
 // KVM_RUN thousands of times a second, the monitor never sleeps.
 //
-// The kernel's timer slack of that one thread stretches the 20 µs to what the
-// caller allows. What the monitor does — taking a P from a thread that is
-// blocked in a system call, preempting a goroutine that runs for long, polling
-// the network when nobody has — then happens that much later. A program that
-// blocks in system calls must have enough Ps (GOMAXPROCS) not to depend on it.
+// The kernel's timer slack of that one thread stretches the 20 µs to the
+// duration that the caller allows. The monitor then does its work that much
+// later: it takes a P from a thread that is blocked in a system call, preempts
+// a goroutine that runs for long, and polls the network if no other thread has.
+// A program that blocks in system calls must have enough Ps (GOMAXPROCS) not to
+// depend on the monitor.
 
-// SlowMonitor lets the monitor's sleeps take up to d longer. It needs the right to
-// set another thread's timer slack (CAP_SYS_NICE) and /proc.
+// SlowMonitor lets the monitor's sleeps take up to d longer. It needs permission
+// to set another thread's timer slack (CAP_SYS_NICE), and /proc.
 func SlowMonitor(d time.Duration) error {
 	tid, err := monitorThread("/proc/self/task", os.Getpid())
 	if err != nil {
 		return fmt.Errorf("slow down the runtime's monitor: %w", err)
 	}
-	// Only the folder of a thread group has timerslack_ns, and every thread's id
-	// names one, although /proc does not list it.
+	// Only the folder of a thread group has timerslack_ns. Every thread's id
+	// names such a folder, although /proc does not list it.
 	f, err := os.OpenFile("/proc/"+strconv.Itoa(tid)+"/timerslack_ns", os.O_WRONLY, 0)
 	if err != nil {
 		return fmt.Errorf("slow down the runtime's monitor: %w", err)
@@ -43,7 +44,7 @@ func SlowMonitor(d time.Duration) error {
 	return nil
 }
 
-// maxPID is PID_MAX_LIMIT: thread ids are below it, and wrap around.
+// maxPID is PID_MAX_LIMIT: thread ids are below it and wrap around.
 const maxPID = 1 << 22
 
 // monitorThread finds the monitor: the runtime starts it before any other

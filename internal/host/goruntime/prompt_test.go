@@ -7,8 +7,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestPrompt: the thread has short slices and is else as before; other threads
-// have what they had.
+// TestPrompt: the thread gets short slices and is otherwise unchanged; other
+// threads do not change.
 func TestPrompt(t *testing.T) {
 	attr := func(tid int) *unix.SchedAttr {
 		t.Helper()
@@ -21,7 +21,7 @@ func TestPrompt(t *testing.T) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		runtime.LockOSThread() // and ends with it
+		runtime.LockOSThread() // the thread ends with the goroutine
 		before := *attr(0)
 		t.Logf("slices of %d ns before", before.Runtime)
 		Prompt()

@@ -7,47 +7,47 @@ import (
 	"time"
 )
 
-// budget is the limit of memory of one group. Captures raise it, since the files
-// that they fill are charged to the group. It goes back to its base when the
-// group's memory fits: a limit below what is charged is refused by cgroups v1, and
-// kills on v2.
+// budget manages the memory limit of one group. Captures raise the limit, because
+// the files that they fill are charged to the group. The limit falls back to its
+// base when the group's memory fits. It cannot fall earlier: cgroups v1 refuses a
+// limit below the memory charged, and cgroups v2 kills.
 type budget struct {
 	mu    sync.Mutex // serializes changes of the limit; protects all following fields
 	base  uint64     // the limit without captures; 0 until it is known
-	extra uint64     // what captures need now
+	extra uint64     // the additional memory that captures need now
 
-	stop    chan struct{} // closed to end the goroutine that lowers the limit later; nil if there is none
+	stop    chan struct{} // closed to end the goroutine that lowers the limit later; nil if it does not run
 	settled chan struct{} // closed when that goroutine has ended
-	closed  bool          // the limit is not changed any more
+	closed  bool          // the limit must not be changed any more
 }
 
-// errInUse says that more memory is charged than a limit would allow.
+// errInUse: more memory is charged than the new limit allows.
 var errInUse = errors.New("more memory is in use")
 
 const (
-	// roomToFree is how far above the memory in use a limit stays that cannot be
-	// lowered to where it belongs: its owner goes on allocating.
+	// roomToFree: if a limit cannot be lowered to its target, it stays this far
+	// above the memory in use, because its owner goes on allocating.
 	roomToFree = 16 << 20
 	// A limit that cannot be lowered now is tried again after firstRetry, then after
-	// twice as long each time, up to lastRetry. There is no event for memory that
-	// becomes less on every kind of cgroup.
+	// twice as long each time, up to lastRetry. Not every kind of cgroup has an
+	// event for memory that is freed.
 	firstRetry = time.Millisecond
 	lastRetry  = 10 * time.Second
-	// followAfter is the wait from which on the limit follows the memory in use
-	// down. Memory that the kernel is just freeing is gone before, and its owner has
-	// all of its own meanwhile.
+	// followAfter is the wait after which the limit follows the memory in use
+	// down. By then the kernel has freed the memory that it was freeing at the
+	// start; until then the owner keeps the whole raised limit.
 	followAfter = time.Second
 )
 
-// is says what the limit is without captures.
+// is sets the base, the limit without captures.
 func (b *budget) is(base uint64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.base = base
 }
 
-// extend raises the limit by some bytes, until back is called. back fails only if the
-// group cannot be looked at.
+// extend raises the limit by some bytes until back is called. back fails only if the
+// group cannot be read.
 func (b *budget) extend(g group, bytes uint64) (back func() error, err error) {
 	if err := b.change(g, bytes, 0); err != nil {
 		return nil, err
@@ -55,8 +55,7 @@ func (b *budget) extend(g group, bytes uint64) (back func() error, err error) {
 	return sync.OnceValue(func() error { return b.change(g, 0, bytes) }), nil
 }
 
-// restore says what the limit is without captures, of a group that was found, and sets
-// it.
+// restore sets the base and the limit of a group that was found.
 func (b *budget) restore(g group, base uint64) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -64,15 +63,15 @@ func (b *budget) restore(g group, base uint64) error {
 	return b.settle(g)
 }
 
-// change counts what captures need more, or less, and sets the limit. For a group
-// that is gone, or left to others, that is nothing.
+// change adjusts the need of captures and sets the limit. If the group is gone,
+// or another process manages it, change does nothing.
 func (b *budget) change(g group, more, less uint64) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.closed {
 		return nil
 	}
-	if b.base == 0 { // it was found; nothing has raised its limit since
+	if b.base == 0 { // the group was found, and its limit was not raised since
 		_, limit, err := g.memory()
 		if gone(err) {
 			return nil
@@ -91,8 +90,8 @@ func (b *budget) change(g group, more, less uint64) error {
 	return err
 }
 
-// settle sets the limit to what it is meant to be. What cannot be lowered now is
-// lowered later. The caller holds b.mu.
+// settle sets the limit to its target. If the limit cannot be lowered now, a
+// goroutine lowers it later. The caller holds b.mu.
 func (b *budget) settle(g group) error {
 	err := b.adjust(g, false)
 	switch {
@@ -108,9 +107,9 @@ func (b *budget) settle(g group) error {
 	return err
 }
 
-// adjust sets the limit to what it is meant to be, or fails with errInUse. Then a
-// limit that follows is lowered as far as the memory in use permits. The caller
-// holds b.mu.
+// adjust sets the limit to its target, or fails with errInUse. In that case, if
+// follow is set, it lowers the limit as far as the memory in use permits. The
+// caller holds b.mu.
 func (b *budget) adjust(g group, follow bool) error {
 	usage, limit, err := g.memory()
 	if err != nil {
@@ -130,8 +129,8 @@ func (b *budget) adjust(g group, follow bool) error {
 	return err
 }
 
-// lowerLater tries again until the limit is what it is meant to be, the group is
-// gone, or nobody wants it any more.
+// lowerLater tries again until the limit is at its target, the group is gone, or
+// close was called.
 func (b *budget) lowerLater(g group, stop <-chan struct{}, settled chan<- struct{}) {
 	defer close(settled)
 	for wait := firstRetry; ; wait = min(2*wait, lastRetry) {
@@ -146,14 +145,13 @@ func (b *budget) lowerLater(g group, stop <-chan struct{}, settled chan<- struct
 	}
 }
 
-// lowered tries once, and reports whether there is nothing more to do. Failures
-// that are not for want of memory are met again by the next operation, which
-// reports them.
+// lowered tries once, and reports whether the work is complete. It ignores all
+// errors but errInUse: the next operation meets them again and reports them.
 func (b *budget) lowered(g group, stop <-chan struct{}, follow bool) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.stop != stop {
-		return true // close was faster
+		return true // close came first
 	}
 	if errors.Is(b.adjust(g, follow), errInUse) {
 		return false
@@ -162,8 +160,8 @@ func (b *budget) lowered(g group, stop <-chan struct{}, follow bool) bool {
 	return true
 }
 
-// close leaves the limit to others: the group is to be removed, or another process
-// looks after it from now on.
+// close stops changing the limit, because the group is about to be removed or
+// another process manages it from now on.
 func (b *budget) close() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -174,7 +172,7 @@ func (b *budget) close() {
 	}
 }
 
-// limit gives a group other limits, with what captures need on top of them.
+// limit sets other limits. The memory that captures need comes on top.
 func (b *budget) limit(g group, l Limits) error {
 	if err := l.check(); err != nil {
 		return err
@@ -186,7 +184,7 @@ func (b *budget) limit(g group, l Limits) error {
 		return fmt.Errorf("set cgroup limits: %w", err)
 	}
 	b.base = l.Memory
-	// Others than memory at once, and memory if it is raised.
+	// Set all limits now, but do not lower memory: settle does that.
 	l.Memory = max(now, b.base+b.extra)
 	if err := g.set(l); err != nil {
 		return err

@@ -11,25 +11,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Cell is what a process occupies. It is freed by Release once the process has
-// ended.
+// Cell holds the resources of one process: its user id and its cgroup. Release
+// frees it once the process has ended.
 type Cell struct {
 	cells *cells
-	uid   int      // 0: unjailed
-	lock  *os.File // nil in a cell that was found
-	group group    // nil: unlimited
+	uid   int      // 0 for an unjailed process
+	lock  *os.File // nil in a cell that Find returned
+	group group    // nil if the process has no limits
 
 	budget budget // the limit of memory
 }
 
-// Process is one that was started.
+// Process is a process that Start has started.
 type Process struct {
 	*os.Process
 	Cell *Cell
 }
 
-// Start starts the program with these limits. It finds control as its
-// descriptor 3, and stderr as 2.
+// Start starts the program with these limits. The process gets control as
+// descriptor 3, and stderr as descriptor 2.
 func (j *Jail) Start(limits Limits, control, stderr *os.File) (_ *Process, err error) {
 	j.using.RLock()
 	defer j.using.RUnlock()
@@ -55,7 +55,7 @@ func (j *Jail) Start(limits Limits, control, stderr *os.File) (_ *Process, err e
 	return p, nil
 }
 
-// usable is the thread of a jail that is not closed.
+// usable returns the thread of the jail, or an error if the jail is closed.
 func (j *Jail) usable() (*thread, error) {
 	t, err := j.thread()
 	if err != nil {
@@ -89,7 +89,7 @@ func (c *Cell) start(t *thread, limits Limits, control, stderr *os.File) (*Proce
 	}
 	err = yieldMemory(process.Pid)
 	if err == nil && c.group != nil {
-		// It is starting up; nothing happens in it before its first message.
+		// The program is starting up: it does no work before its first message.
 		err = c.group.set(limits)
 		c.budget.is(limits.Memory)
 		if err == nil {
@@ -102,7 +102,7 @@ func (c *Cell) start(t *thread, limits Limits, control, stderr *os.File) (*Proce
 	return &Process{Process: process, Cell: c}, nil
 }
 
-// end kills a process that has done nothing yet.
+// end kills a process that has done no work yet.
 func end(p *os.Process) error {
 	if err := p.Kill(); err != nil {
 		return err
@@ -134,7 +134,7 @@ func (a *cells) take() (_ *Cell, err error) {
 }
 
 // Find returns the cell of a running process that this or another jail of the
-// machine has started.
+// host has started.
 func (j *Jail) Find(pid int) (*Cell, error) {
 	if os.Geteuid() != 0 {
 		return &Cell{}, nil
@@ -160,14 +160,15 @@ func (j *Jail) Find(pid int) (*Cell, error) {
 	return c, nil
 }
 
-// UID is the user id of the process, 0 if it has none of its own.
+// UID is the user id of the process, or 0 if the process runs unjailed.
 func (c *Cell) UID() int { return c.uid }
 
-// gone says that a group was removed, or is just now being.
+// gone reports whether an error means that a group was removed or is being
+// removed.
 func gone(err error) bool { return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) }
 
-// Memory is how much memory is charged to the process now, without cached pages
-// of files, and its limit. Both are 0 if nobody counts.
+// Memory returns how much memory is charged to the process now, without cached
+// pages of files, and its limit. Both are 0 if the process has no cgroup.
 func (c *Cell) Memory() (usage, limit uint64, err error) {
 	if c.group == nil {
 		return 0, 0, nil
@@ -175,7 +176,7 @@ func (c *Cell) Memory() (usage, limit uint64, err error) {
 	return c.group.memory()
 }
 
-// Limit gives the process other limits than it was started with.
+// Limit changes the limits of the process.
 func (c *Cell) Limit(l Limits) error {
 	if c.group == nil {
 		return nil
@@ -186,8 +187,9 @@ func (c *Cell) Limit(l Limits) error {
 	return nil
 }
 
-// Extend lets the process have more memory until back is called, and as long
-// after that as it has it. For one that has ended that is nothing.
+// Extend raises the memory limit of the process until back is called. If the
+// process still uses the memory then, the limit falls when it has freed it. For
+// a process that has ended, Extend does nothing.
 func (c *Cell) Extend(bytes uint64) (back func() error, err error) {
 	if c.group == nil {
 		return func() error { return nil }, nil
@@ -204,23 +206,24 @@ func (c *Cell) Extend(bytes uint64) (back func() error, err error) {
 	}, nil
 }
 
-// WhenGone calls back, which Extend has returned, once nobody has a file open or
-// mapped that the process has filled: until then it is charged to it. The file has no
-// name. Where the machine has no watch left for it, back is called at once: the
-// limit is lowered when the memory in use permits, and a capture does not fail.
+// WhenGone calls back, a function that Extend has returned, when no process has the
+// file open or mapped any more. The process has filled the file, and the kernel
+// charges it to the process until then. The file has no name. If the host has no
+// inotify watch left, WhenGone calls back at once: the limit then falls when the
+// memory in use permits, and the capture does not fail.
 func (c *Cell) WhenGone(f *os.File, back func() error) error {
 	if c.group == nil {
 		return back()
 	}
-	// A failure to look at the group is met again by the next change.
+	// If the group cannot be read, the next change reports it.
 	if err := c.cells.files.whenGone(f, func() { _ = back() }); err != nil {
 		return back()
 	}
 	return nil
 }
 
-// Restore says what the limit of memory of a process is that was found: whoever has
-// raised it may have been killed before it was lowered.
+// Restore sets the memory limit of a process that Find has found. The process that
+// had raised the limit may have been killed before it lowered it.
 func (c *Cell) Restore(limit uint64) error {
 	if c.group == nil {
 		return nil
@@ -231,11 +234,12 @@ func (c *Cell) Restore(limit uint64) error {
 	return nil
 }
 
-// Leave leaves the limits of a process that goes on to whoever finds its cell next.
+// Leave stops changing the limits of a process that continues. The next finder of
+// the cell manages them.
 func (c *Cell) Leave() { c.budget.close() }
 
-// Disown leaves the cell to whoever finds it next, as if this process had ended: the
-// user id stays taken for as long as the jailed process lives. Nobody may use the Cell
+// Disown leaves the cell to the next finder, as if this process had ended. The user id
+// stays taken for as long as the jailed process lives. The Cell must not be used
 // afterwards.
 func (c *Cell) Disown() error {
 	c.budget.close()
@@ -245,15 +249,15 @@ func (c *Cell) Disown() error {
 	return c.lock.Close()
 }
 
-// Release frees the cell of a process that has ended, and says how often the
-// kernel had killed in it for want of memory.
+// Release frees the cell of a process that has ended. It returns how many
+// processes the kernel has killed in the cell for want of memory.
 func (c *Cell) Release() (oomKills uint64, err error) {
 	if c.uid == 0 {
 		return 0, nil
 	}
 	c.budget.close()
 	if c.group != nil {
-		// One that another parent has released already is fine.
+		// Another parent may have released it already.
 		if oomKills, err = c.group.oomKills(); gone(err) {
 			err = nil
 		}

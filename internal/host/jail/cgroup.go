@@ -8,19 +8,20 @@ import (
 	"github.com/containerd/cgroups/v3"
 )
 
-// Limits bound what a process can take from its machine. All but IO must
-// be set.
+// Limits bound the host's resources that a process can take. All but IO must be
+// set.
 type Limits struct {
-	// Memory is in bytes, with what the kernel allocates for the process.
+	// Memory is in bytes. It includes memory that the kernel allocates for the
+	// process.
 	Memory uint64
 	// MilliCPUs are thousandths of a processor's time.
 	MilliCPUs uint64
-	// Background gives the others' processes eight times as much of the processors where
-	// they do not suffice for all.
+	// Background gives the processes of other groups eight times as much of the
+	// processors when there are not enough for all.
 	Background bool
-	// Threads bounds those of the process.
+	// Threads bounds the threads of the process.
 	Threads int
-	// IO need not be set: it leaves what is.
+	// IO is optional: the zero value leaves the current bounds.
 	IO IO
 }
 
@@ -31,14 +32,14 @@ func (l Limits) check() error {
 	return nil
 }
 
-// cpuPeriod is the kernel's own, in microseconds.
+// cpuPeriod is the kernel's default, in microseconds.
 const cpuPeriod = 100_000
 
-// quota is the processor time in a period.
+// quota is the processor time per period.
 func (l Limits) quota() int64 { return int64(l.MilliCPUs * cpuPeriod / 1000) }
 
-// The weight of a group beside others. A process of a light one is preempted when one of a
-// usual one is woken.
+// The weights of groups. A process in a light group is preempted when a process in a usual
+// group wakes.
 const (
 	usualWeight      = 100
 	backgroundWeight = usualWeight / 8
@@ -56,34 +57,40 @@ type hierarchy interface {
 	create(name string) (group, error)
 	// open fails with fs.ErrNotExist if there is no such group.
 	open(name string) (group, error)
-	// remove removes an empty group; one that is not there is fine.
+	// remove removes an empty group. If the group does not exist, it does
+	// nothing.
 	remove(name string) error
-	// processes are those in a group, none if it is not there.
+	// processes lists the processes in a group; the list is empty if the group
+	// does not exist.
 	processes(name string) ([]int, error)
-	// tryIO reports why groups do not bound a device, or nil.
+	// tryIO reports why groups cannot bound a device, or nil.
 	tryIO(Device) error
 }
 
 // group is a cgroup for one process.
 type group interface {
 	set(Limits) error
-	// bornInside makes a process that is about to be started begin in the
-	// group, where the kernel can do that; the returned function is called
-	// once it has. add moves it there afterwards, where it cannot.
+	// bornInside prepares a process that is about to be started so that it
+	// begins in the group, if the kernel can do that. The caller calls the
+	// returned function once the process has started. add moves the process
+	// into the group afterwards, if the kernel cannot.
 	bornInside(*syscall.SysProcAttr) (done func(), err error)
 	add(pid int) error
-	// oomKills counts what the kernel has killed for want of memory.
+	// oomKills counts the processes that the kernel has killed for want of
+	// memory.
 	oomKills() (uint64, error)
-	// memory is how much is charged, but for files' cached pages, which the
-	// kernel takes back when it needs them, and the limit of it.
+	// memory returns how much is charged and the limit. The charge excludes
+	// cached pages of files, because the kernel takes them back when it needs
+	// them.
 	memory() (usage, limit uint64, err error)
-	// setMemory raises the limit. lowerMemory lowers it, and fails with errInUse
-	// where more than that is charged and cannot be taken back: nobody is killed.
+	// setMemory raises the limit. lowerMemory lowers it. It fails with errInUse,
+	// and no process is killed, if more memory is charged than the new limit
+	// allows and cannot be taken back.
 	setMemory(limit uint64) error
 	lowerMemory(limit uint64) error
 }
 
-// openHierarchy finds out which kind of cgroups the machine has, and that all
+// openHierarchy finds out which kind of cgroups the host has, and that all
 // limits can be set.
 func openHierarchy(parent string) (hierarchy, error) {
 	var h hierarchy
@@ -99,5 +106,6 @@ func openHierarchy(parent string) (hierarchy, error) {
 	return h, err
 }
 
-// withoutCache subtracts what was read a moment later, and may be more.
+// withoutCache subtracts the cached pages. They are read later than usage, and
+// so may be more.
 func withoutCache(usage, cached uint64) uint64 { return usage - min(usage, cached) }

@@ -15,7 +15,7 @@ import (
 // v1 has a hierarchy per controller.
 type v1 struct {
 	parent      string
-	controllers []cgroup1.Subsystem // those that we use, found once
+	controllers []cgroup1.Subsystem // those that the jail uses, found once
 }
 
 func openV1(parent string) (*v1, error) {
@@ -41,7 +41,8 @@ func openV1(parent string) (*v1, error) {
 	return h, nil
 }
 
-// mine keeps the library from reading the list of mounts for each group.
+// mine gives the library the controllers, so that it does not read the list of
+// mounts for each group.
 func (h *v1) mine() cgroup1.InitOpts {
 	return cgroup1.WithHierarchy(func() ([]cgroup1.Subsystem, error) { return h.controllers, nil })
 }
@@ -99,7 +100,7 @@ func (h *v1) remove(name string) error {
 	return nil
 }
 
-// usualShares is what the kernel gives a group.
+// usualShares is the kernel's default for a group.
 const usualShares = 1024
 
 type v1Group struct{ cgroup1.Cgroup }
@@ -156,8 +157,8 @@ func (g v1Group) setMemory(limit uint64) error {
 	return nil
 }
 
-// lowerMemory leaves it to the kernel, which takes back cached pages, and then
-// refuses a limit below what is charged.
+// lowerMemory relies on the kernel, which takes back cached pages and then
+// refuses a limit below the memory charged.
 func (g v1Group) lowerMemory(limit uint64) error {
 	err := g.setMemory(limit)
 	if errors.Is(err, unix.EBUSY) {

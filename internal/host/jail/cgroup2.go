@@ -13,18 +13,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// v2 is the one hierarchy of all controllers.
+// v2 is the single hierarchy of all controllers.
 type v2 struct {
 	parent string
-	io     bool // groups bound rates of devices
+	io     bool // groups can bound the rates of devices
 }
 
 const v2Mount = "/sys/fs/cgroup"
 
 func openV2(parent string) (*v2, error) {
 	h := &v2{parent: "/" + parent}
-	// Making one group with all limits enables the controllers down to it, and
-	// shows that they are there.
+	// Making one group with all limits enables the controllers down to it and
+	// shows that they exist.
 	trial := fmt.Sprintf("trial-%d", os.Getpid())
 	m, err := cgroup2.NewManager(v2Mount, path.Join(h.parent, trial), v2Resources(Limits{Memory: 1 << 30, MilliCPUs: 1000, Threads: 1}))
 	if err != nil {
@@ -103,10 +103,10 @@ func (g v2Group) bornInside(sys *syscall.SysProcAttr) (func(), error) {
 		return nil, fmt.Errorf("open cgroup: %w", err)
 	}
 	sys.UseCgroupFD, sys.CgroupFD = true, int(f.Fd())
-	return func() { _ = f.Close() }, nil // only a name
+	return func() { _ = f.Close() }, nil // the descriptor only names the group
 }
 
-// add has nothing to do: the process was born inside.
+// add does nothing: the process was born inside.
 func (v2Group) add(int) error { return nil }
 
 func (g v2Group) oomKills() (uint64, error) {
@@ -134,9 +134,9 @@ func (g v2Group) setMemory(limit uint64) error {
 	return nil
 }
 
-// lowerMemory never writes a limit below what is charged: the kernel would kill
-// processes until it fits. What can be taken back, such as cached pages of files, is
-// taken back before.
+// lowerMemory never sets a limit below the memory charged: the kernel would kill
+// processes until the rest fits. Before that it has the kernel take back memory that
+// can be taken back, such as cached pages of files.
 func (g v2Group) lowerMemory(limit uint64) error {
 	for tries := 2; ; tries-- {
 		st, err := g.StatFiltered(cgroup2.StatMemory)
@@ -158,11 +158,11 @@ func (g v2Group) lowerMemory(limit uint64) error {
 	}
 }
 
-// reclaim has the kernel take back so many bytes, as far as it can. bound is what is
-// left then.
+// reclaim asks the kernel to take back so many bytes, as far as it can. bound is the
+// charge that would then remain.
 func (g v2Group) reclaim(bytes, bound uint64) error {
 	err := g.write("memory.reclaim", strconv.FormatUint(bytes, 10))
-	if errors.Is(err, unix.EAGAIN) { // not all of it
+	if errors.Is(err, unix.EAGAIN) { // the kernel took back only a part
 		return nil
 	}
 	if _, gone := os.Stat(g.dir); gone == nil && errors.Is(err, fs.ErrNotExist) {
@@ -171,8 +171,9 @@ func (g v2Group) reclaim(bytes, bound uint64) error {
 	return err
 }
 
-// reclaimByBound is for kernels before 5.19. They take back what is above a bound
-// from which on they slow processes down; it is there for no longer than that takes.
+// reclaimByBound is for kernels before 5.19. When memory.high is set, the kernel
+// takes back memory above it, and slows processes down while they are above it. So
+// the bound is removed at once.
 func (g v2Group) reclaimByBound(bound uint64) error {
 	return errors.Join(g.write("memory.high", strconv.FormatUint(bound, 10)), g.write("memory.high", "max"))
 }

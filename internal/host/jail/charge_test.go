@@ -10,7 +10,7 @@ import (
 	"github.com/containerd/cgroups/v3/cgroup2"
 )
 
-// wait returns when nothing is left to be lowered later.
+// wait returns when no limit remains to be lowered later.
 func (b *budget) wait() {
 	b.mu.Lock()
 	settled := b.settled
@@ -20,9 +20,9 @@ func (b *budget) wait() {
 	}
 }
 
-// TestChargedFiles: the limit of a group is higher by the files that it has filled
-// until the last that has one open closes it, and then what it was. The group may
-// fill its own memory meanwhile.
+// TestChargedFiles: the limit of a group is raised by the size of the files that
+// it has filled until the last process closes them, and then falls back. The group
+// may fill its own memory meanwhile.
 func TestChargedFiles(t *testing.T) {
 	h := startHolder(t, 96*mib)
 	path := inMemory(t)
@@ -33,7 +33,7 @@ func TestChargedFiles(t *testing.T) {
 	h.do(t, "hold %d", 60*mib)
 	h.do(t, "write %d %s", 60*mib, path)
 	var files []*os.File
-	for range 2 { // as a capture and its fork
+	for range 2 { // like a capture and its fork
 		f, err := os.Open(path)
 		if err != nil {
 			t.Fatal(err)
@@ -77,8 +77,8 @@ func TestChargedFiles(t *testing.T) {
 	}
 }
 
-// TestKeptMemory: what the owner itself has taken of a higher limit is not taken from
-// it, and the limit is lowered when it lets it go, without any other operation.
+// TestKeptMemory: memory that the owner allocated below a raised limit is not taken
+// away. The limit falls when the owner frees it, without any other operation.
 func TestKeptMemory(t *testing.T) {
 	h := startHolder(t, 64*mib)
 	back, err := h.Extend(64 * mib)
@@ -97,11 +97,11 @@ func TestKeptMemory(t *testing.T) {
 	h.limited(t, 64*mib)
 }
 
-// TestCachedPages: cached pages of files do not keep a limit high, nor get anybody
-// killed, also such as must be written before they are given back.
+// TestCachedPages: cached pages of files do not keep a limit high and cause no
+// kill, even if they must be written back first.
 func TestCachedPages(t *testing.T) {
 	dir := t.TempDir()
-	if cgroups.Mode() == cgroups.Unified { // in the testbed, where that is in memory
+	if cgroups.Mode() == cgroups.Unified { // in the testbed, where the other folders are in memory
 		folder, _ := onPartition(t)
 		dir = folder.Name()
 	}
@@ -116,7 +116,7 @@ func TestCachedPages(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h.do(t, "hold %d", limit-room-usage) // with them it is more than the limit
+	h.do(t, "hold %d", limit-room-usage) // with the cached pages this is more than the limit
 	if err := back(); err != nil {
 		t.Fatal(err)
 	}
@@ -125,13 +125,13 @@ func TestCachedPages(t *testing.T) {
 	h.do(t, "nothing 0") // it lives
 }
 
-// TestReclaimByBound: kernels that cannot be asked to take back memory do it all the
-// same, and slow nobody down afterwards.
+// TestReclaimByBound: memory is also reclaimed on kernels without memory.reclaim,
+// and no process is slowed down afterwards.
 func TestReclaimByBound(t *testing.T) {
 	h := startHolder(t, 64*mib)
 	g, ok := h.group.(v2Group)
 	if !ok {
-		return // cgroups v1 need nobody to ask
+		return // cgroups v1 reclaim by themselves
 	}
 	folder, _ := onPartition(t)
 	h.do(t, "write %d %s", 12*mib, filepath.Join(folder.Name(), "file"))
@@ -155,8 +155,8 @@ func TestReclaimByBound(t *testing.T) {
 	}
 }
 
-// TestRestoredLimit: a limit that a process has raised which was killed is what it
-// was again for the next one.
+// TestRestoredLimit: if a process raised a limit and was killed, the next process
+// restores the limit.
 func TestRestoredLimit(t *testing.T) {
 	h := startHolder(t, 64*mib)
 	if _, err := h.Extend(64 * mib); err != nil {
@@ -171,14 +171,14 @@ func TestRestoredLimit(t *testing.T) {
 		t.Fatal(err)
 	}
 	h.limited(t, 64*mib)
-	if _, err := h.Extend(mib); err != nil { // whoever has left it changes nothing
+	if _, err := h.Extend(mib); err != nil { // after Leave it changes no limit
 		t.Fatal(err)
 	}
 	h.limited(t, 64*mib)
 }
 
-// TestNoWatches: on a machine that has no watches left, what was charged is given
-// back early, and nothing fails.
+// TestNoWatches: on a host without inotify watches left, the charge is given back
+// early, and no call fails.
 func TestNoWatches(t *testing.T) {
 	h := startHolder(t, 96*mib)
 	full, err := os.Open(os.DevNull)

@@ -15,17 +15,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// fileLimit is how long the escapee's files may become.
+// fileLimit is the maximum size of the escapee's files.
 const fileLimit = 1 << 20
 
-// service is a program of the machine that listens at an abstract address.
+// service is a program of the host that listens at an abstract address.
 type service struct {
 	fd   int
 	name string
 }
 
-// wireAndService makes the wire of a jailed process, and a service that it must
-// not reach.
+// wireAndService makes the wire of a jailed process and a service that the
+// process must not reach.
 func wireAndService(t *testing.T, j *Jail) (*os.File, service) {
 	t.Helper()
 	host, guest, err := j.Wire()
@@ -43,7 +43,7 @@ func wireAndService(t *testing.T, j *Jail) (*os.File, service) {
 	return guest, s
 }
 
-// gotNothing checks that nobody has sent anything to the service.
+// gotNothing checks that the service has received no message.
 func (s service) gotNothing(t *testing.T) {
 	t.Helper()
 	b, oob := make([]byte, 100), make([]byte, 100)
@@ -53,7 +53,7 @@ func (s service) gotNothing(t *testing.T) {
 	}
 }
 
-// emptyFile is one on the disk.
+// emptyFile makes an empty file on the disk.
 func emptyFile(t *testing.T) *os.File {
 	t.Helper()
 	f, err := os.Create(filepath.Join(t.TempDir(), "file"))
@@ -64,7 +64,7 @@ func emptyFile(t *testing.T) *os.File {
 	return f
 }
 
-// allocated is how many bytes a file takes from the disk.
+// allocated returns how many bytes a file takes on the disk.
 func allocated(t *testing.T, f *os.File) int64 {
 	t.Helper()
 	var st unix.Stat_t
@@ -74,7 +74,7 @@ func allocated(t *testing.T, f *os.File) int64 {
 	return st.Blocks * 512
 }
 
-// fatal are attempts that end any locked down process.
+// fatal lists attempts that end any locked down process.
 var fatal = []string{
 	"open", "openat2", "open by handle", "socket", "unix socket",
 	"trace a sibling", "read a sibling", "kill a sibling", "kill its thread", "limit a sibling",
@@ -86,7 +86,8 @@ var fatal = []string{
 	"limit its open files",
 }
 
-// wasKilled checks that a process, which said this, was killed for its attempt.
+// wasKilled checks that a process, whose answer is said, was killed for its
+// attempt.
 func (i *inmate) wasKilled(t *testing.T, said string) {
 	t.Helper()
 	status, _ := i.end(t, false)
@@ -98,8 +99,8 @@ func (i *inmate) wasKilled(t *testing.T, said string) {
 	}
 }
 
-// wasRefused checks that a process, which said this, got an error for its attempt and
-// did not die of it.
+// wasRefused checks that a process, whose answer is said, got an error for its
+// attempt and survived it.
 func (i *inmate) wasRefused(t *testing.T, said string, want error) {
 	t.Helper()
 	if said != strconv.Quote(want.Error()) {
@@ -110,7 +111,7 @@ func (i *inmate) wasRefused(t *testing.T, said string, want error) {
 	}
 }
 
-// wasUnharmed ends a process that others have attacked, and checks that it lived.
+// wasUnharmed checks that a process survived the attacks of others, and ends it.
 func (i *inmate) wasUnharmed(t *testing.T) {
 	t.Helper()
 	if status, _ := i.end(t, true); !status.Signaled() || status.Signal() != unix.SIGKILL {
@@ -118,7 +119,7 @@ func (i *inmate) wasUnharmed(t *testing.T) {
 	}
 }
 
-// TestEscapes: whatever a locked down process tries ends it, or is refused.
+// TestEscapes: each attempt of a locked down process ends it or is refused.
 func TestEscapes(t *testing.T) {
 	j := open(t, config(t))
 	victim := start(t, j, roomy)
@@ -169,7 +170,7 @@ func TestEscapes(t *testing.T) {
 	victim.wasUnharmed(t)
 }
 
-// TestWithinLimits: what is below the limits goes on to work.
+// TestWithinLimits: actions within the limits continue to work.
 func TestWithinLimits(t *testing.T) {
 	j := open(t, config(t))
 	for attempt, want := range map[string]string{"write a file": "ok", "punch a hole": "succeeded"} {
@@ -182,7 +183,8 @@ func TestWithinLimits(t *testing.T) {
 	}
 }
 
-// view is what a process sees without the filter, and what its attempts got it.
+// view is a process's view of the system without the filter, and the results of
+// its attempts.
 type view struct {
 	UID, GID         int
 	Groups           []int
@@ -202,8 +204,8 @@ func (i *inmate) look(t *testing.T, order map[string]any, files ...*os.File) (v 
 	return v
 }
 
-// wasRefused checks that the process got these errors, those that any process gets, and
-// no others.
+// wasRefused checks that the process got exactly these errors and those that any
+// process gets.
 func (v view) wasRefused(t *testing.T, more map[string]error) {
 	t.Helper()
 	all := map[string]error{
@@ -228,7 +230,7 @@ func (v view) wasRefused(t *testing.T, more map[string]error) {
 	}
 }
 
-// TestWalls: what a process sees without the filter.
+// TestWalls: the view of a process that runs without the filter.
 func TestWalls(t *testing.T) {
 	j := open(t, config(t))
 	victim, p := start(t, j, roomy), start(t, j, roomy)
@@ -261,7 +263,7 @@ func TestWalls(t *testing.T) {
 	victim.end(t, true)
 }
 
-// networkOf is the namespace that a socket was made in.
+// networkOf identifies the namespace in which a socket was made.
 func networkOf(t *testing.T, f *os.File) os.FileInfo {
 	t.Helper()
 	const siocgskns = 0x894c // SIOCGSKNS of linux/sockios.h
@@ -278,7 +280,8 @@ func networkOf(t *testing.T, f *os.File) os.FileInfo {
 	return info
 }
 
-// notWires are descriptors that whoever has taken over a helper could send.
+// notWires makes descriptors that an attacker in control of a helper could
+// send.
 func notWires(t *testing.T) map[string]*os.File {
 	t.Helper()
 	out := map[string]*os.File{"standard input": os.Stdin}
@@ -294,8 +297,8 @@ func notWires(t *testing.T) map[string]*os.File {
 	return out
 }
 
-// TestWire: both ends of a wire are in the jail's network namespace, carry frames,
-// and many of them.
+// TestWire: both ends of a wire are in the jail's network namespace, and the wire
+// carries many frames.
 func TestWire(t *testing.T) {
 	j := open(t, config(t))
 	p := start(t, j, roomy)

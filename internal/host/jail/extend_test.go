@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// TestLimitIsReducedLater: a limit that is in use is lowered later, and to where it
-// was; a limit that is given back twice is lowered once.
+// TestLimitIsReducedLater: if the memory is in use, the limit falls later, and to
+// its old value. Giving it back twice lowers it once.
 func TestLimitIsReducedLater(t *testing.T) {
 	g := &countedGroup{limit: 100 * mib}
 	c := &Cell{group: g}
@@ -48,8 +48,8 @@ func TestLimitIsReducedLater(t *testing.T) {
 	}
 }
 
-// TestLimitFollows: while an owner keeps more than its limit is meant to be, the
-// limit is not much higher than what it keeps.
+// TestLimitFollows: while an owner keeps more memory than the target of its
+// limit, the limit is only slightly above the memory in use.
 func TestLimitFollows(t *testing.T) {
 	g := &countedGroup{limit: 500 * mib, usage: 200 * mib}
 	b := budget{base: 100 * mib}
@@ -70,8 +70,8 @@ func TestLimitFollows(t *testing.T) {
 	}
 }
 
-// TestLimitOfAnOwnerThatIsLeft: nothing is lowered for an owner that somebody else
-// looks after.
+// TestLimitOfAnOwnerThatIsLeft: the limit is no longer lowered once another
+// process manages the owner.
 func TestLimitOfAnOwnerThatIsLeft(t *testing.T) {
 	g := &countedGroup{limit: 100 * mib}
 	c := &Cell{group: g}
@@ -94,11 +94,11 @@ func TestLimitOfAnOwnerThatIsLeft(t *testing.T) {
 	}
 }
 
-// countedGroup is a cgroup that is just two numbers.
+// countedGroup is a cgroup that consists of two numbers.
 type countedGroup struct {
 	mu           sync.Mutex // protects all following fields
 	usage, limit uint64
-	tooLow       bool // a limit was set to less than was in use
+	tooLow       bool // a limit was set below the memory in use
 }
 
 func (g *countedGroup) use(bytes uint64) {

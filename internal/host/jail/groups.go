@@ -12,14 +12,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Groups are cgroups for processes that have walls of their own, and for all
-// that those start.
+// Groups manages cgroups for processes that have walls of their own, and for
+// all of their descendants.
 type Groups struct {
 	hierarchy hierarchy
 	files     watcher
 }
 
-// OpenGroups finds the machine's cgroups.
+// OpenGroups finds the host's cgroups.
 func OpenGroups() (*Groups, error) {
 	h, err := openHierarchy(defaultCgroup)
 	if err != nil {
@@ -42,7 +42,7 @@ func (g *Groups) Create(name string, limits Limits) (*Group, error) {
 	return made, nil
 }
 
-// Open finds a group; the error is fs.ErrNotExist if there is none.
+// Open finds a group; the error is fs.ErrNotExist if the group does not exist.
 func (g *Groups) Open(name string) (*Group, error) {
 	found, err := g.hierarchy.open(name)
 	if err != nil {
@@ -51,10 +51,11 @@ func (g *Groups) Open(name string) (*Group, error) {
 	return &Group{groups: g, name: name, group: found}, nil
 }
 
-// Remove removes a group whose processes have ended; none is fine.
+// Remove removes a group whose processes have ended. If the group does not
+// exist, it does nothing.
 func (g *Groups) Remove(name string) error { return g.hierarchy.remove(name) }
 
-// Group is one cgroup. A nil Group limits nothing.
+// Group is one cgroup. A nil Group sets no limits.
 type Group struct {
 	groups *Groups
 	name   string
@@ -62,8 +63,9 @@ type Group struct {
 	budget budget // the limit of memory
 }
 
-// Start starts a program in the group, that goes first when the machine's memory
-// is short. On old kernels it gets there a moment after it has begun.
+// Start starts a program in the group and raises its oom_score_adj, so that the
+// kernel ends it first when the host's memory is short. On old kernels the
+// program enters the group a moment after its start.
 func (g *Group) Start(cmd *exec.Cmd) error {
 	if err := g.start(cmd); err != nil {
 		return err
@@ -101,7 +103,8 @@ func (g *Group) Has(pid int) (bool, error) {
 	return slices.Contains(pids, pid), err
 }
 
-// Memory is how much is charged, cached pages of files aside, and the limit.
+// Memory returns the memory charged, without cached pages of files, and the
+// limit.
 func (g *Group) Memory() (usage, limit uint64, err error) {
 	if g == nil {
 		return 0, 0, nil
@@ -109,8 +112,8 @@ func (g *Group) Memory() (usage, limit uint64, err error) {
 	return g.group.memory()
 }
 
-// Extend raises the limit of memory, until back is called, and as long after that
-// as the memory is in use.
+// Extend raises the memory limit until back is called. If the memory is still in
+// use then, the limit falls when it is freed.
 func (g *Group) Extend(bytes uint64) (back func() error, err error) {
 	if g == nil {
 		return func() error { return nil }, nil
@@ -118,9 +121,9 @@ func (g *Group) Extend(bytes uint64) (back func() error, err error) {
 	return g.budget.extend(g.group, bytes)
 }
 
-// Charge raises the limit of memory by what files in memory hold that processes of
-// the group have filled. It is lowered when the files are gone. They have no names,
-// or are about to lose them; who has them open does not matter.
+// Charge raises the memory limit by the size of files in memory that processes of
+// the group have filled. The limit falls when the files are gone. They have no
+// names, or are about to lose them. It does not matter which process has them open.
 func (g *Group) Charge(files ...*os.File) error {
 	if g == nil {
 		return nil
@@ -134,10 +137,10 @@ func (g *Group) Charge(files ...*os.File) error {
 		if err != nil {
 			return err
 		}
-		// A failure to look at the group is met again by the next change.
+		// If the group cannot be read, the next change reports it.
 		if err := g.groups.files.whenGone(f, func() { _ = back() }); err != nil {
-			// The machine has no watch left. The limit is lowered when the memory in
-			// use permits.
+			// The host has no watch left. The limit falls when the memory in use
+			// permits.
 			if err := back(); err != nil {
 				return err
 			}
@@ -149,8 +152,8 @@ func (g *Group) Charge(files ...*os.File) error {
 // statBlock is the unit of stat(2)'s st_blocks.
 const statBlock = 512
 
-// Restore says what the limit of memory of a group is that was found: whoever has
-// raised it may have been killed before it was lowered.
+// Restore sets the memory limit of a group that Open has found. The process that
+// had raised the limit may have been killed before it lowered it.
 func (g *Group) Restore(limit uint64) error {
 	if g == nil {
 		return nil
@@ -158,15 +161,16 @@ func (g *Group) Restore(limit uint64) error {
 	return g.budget.restore(g.group, limit)
 }
 
-// Leave leaves the limits to whoever opens the group next.
+// Leave stops changing the limits. The process that opens the group next
+// manages them.
 func (g *Group) Leave() {
 	if g != nil {
 		g.budget.close()
 	}
 }
 
-// Release removes the group, and says how many the kernel has killed in it for
-// want of memory. Its processes have ended, or are about to.
+// Release removes the group, and returns how many processes the kernel has
+// killed in it for want of memory. Its processes have ended, or are about to.
 func (g *Group) Release() (oomKills uint64, err error) {
 	if g == nil {
 		return 0, nil
@@ -179,8 +183,9 @@ func (g *Group) Release() (oomKills uint64, err error) {
 	return oomKills, errors.Join(err, removePatiently(g.groups.hierarchy, g.name))
 }
 
-// removePatiently removes a group whose processes have ended, or are about to: there
-// is no event that tells of the last one's end on every kind of cgroup.
+// removePatiently removes a group whose processes have ended, or are about to. It
+// polls, because not every kind of cgroup has an event for the end of the last
+// process.
 func removePatiently(h hierarchy, name string) error {
 	for begin, wait := time.Now(), time.Millisecond; ; wait = min(2*wait, releaseStep) {
 		err := h.remove(name)
@@ -191,8 +196,8 @@ func removePatiently(h hierarchy, name string) error {
 	}
 }
 
-// releasePatience is how long processes that were killed may take to end, on a
-// machine that is busy, and releaseStep how often it is looked at the least.
+// releasePatience bounds how long killed processes may take to end on a busy
+// host. releaseStep is the longest pause between two tries.
 const (
 	releasePatience = 30 * time.Second
 	releaseStep     = 50 * time.Millisecond

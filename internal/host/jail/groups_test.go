@@ -9,8 +9,8 @@ import (
 	"testing"
 )
 
-// TestGroups: what a program in a group starts is in the group, is ended for
-// want of memory, is counted, and the group goes.
+// TestGroups: a child of a program in a group is in the group, too. It is
+// killed for want of memory, and counted. Afterwards the group is removed.
 func TestGroups(t *testing.T) {
 	groups, err := OpenGroups()
 	if err != nil {
@@ -55,7 +55,7 @@ func TestGroups(t *testing.T) {
 	if !lines.Scan() || !strings.HasPrefix(lines.Text(), "ended ") || lines.Text() == "ended 0" {
 		t.Errorf("it said %q", lines.Text())
 	}
-	_ = cmd.Wait() // how it ended is not the matter
+	_ = cmd.Wait() // its exit code does not matter
 	found, err := groups.Open(name)
 	if err != nil {
 		t.Fatal(err)

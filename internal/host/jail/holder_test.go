@@ -24,7 +24,8 @@ func init() {
 	os.Exit(0)
 }
 
-// hold takes memory, writes files and lets its memory go, as its standard input says.
+// hold allocates memory, writes files and frees its memory, as its standard input
+// says.
 func hold() {
 	var memory []byte
 	block := make([]byte, mib)
@@ -58,7 +59,7 @@ func hold() {
 	}
 }
 
-// holder is a process in a group that does what hold does.
+// holder is a process in a group that runs hold.
 type holder struct {
 	*Group
 	cmd *exec.Cmd
@@ -102,7 +103,7 @@ func startHolder(t *testing.T, memory uint64) *holder {
 	return &holder{g, cmd, in, bufio.NewScanner(out)}
 }
 
-// do has the holder do something and waits until it has.
+// do sends the holder a command and waits until it is done.
 func (h *holder) do(t *testing.T, format string, args ...any) {
 	t.Helper()
 	order := fmt.Sprintf(format, args...)
@@ -133,9 +134,9 @@ func inMemory(t *testing.T) string {
 	return filepath.Join(dir, "file")
 }
 
-// TestExtendedWhileInUse: memory that is given back but still in use does not get
-// its owner killed, which a lower limit would do on cgroups v2, and is no error,
-// which it is on v1. The owner has its limit again once the memory is free.
+// TestExtendedWhileInUse: back does not lower the limit while the memory is in
+// use. On cgroups v2 that would kill the owner, and on v1 it would be an error.
+// The owner has its old limit again once the memory is free.
 func TestExtendedWhileInUse(t *testing.T) {
 	h := startHolder(t, 96*mib)
 	path := inMemory(t)
@@ -155,7 +156,7 @@ func TestExtendedWhileInUse(t *testing.T) {
 	if err := os.Remove(path); err != nil {
 		t.Fatal(err)
 	}
-	// A change is an operation that lowers what is too high.
+	// Any change lowers a limit that is too high.
 	if back, err = h.Extend(0); err == nil {
 		err = back()
 	}

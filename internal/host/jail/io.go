@@ -15,29 +15,29 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Device is a block device, by its numbers. The zero Device is none.
+// Device is a block device, by its numbers. The zero Device means no device.
 type Device struct{ Major, Minor uint32 }
 
 func (d Device) String() string { return fmt.Sprintf("%d:%d", d.Major, d.Minor) }
 
-// IO bounds what a process reads from and what it writes to a device, each in a
-// second; a rate of 0 is no bound. It comes on top of what the process keeps to by
-// itself: where the kernel cannot bound a device there is none.
+// IO bounds how much a process reads from a device and how much it writes to it,
+// each per second; a rate of 0 is unbounded. The vmm limits its own rates as well.
+// If the kernel cannot bound the device, that is the only limit.
 type IO struct {
 	Device                       Device
 	BytesPerSecond, OpsPerSecond uint64
 }
 
-// DeviceOf finds the disk below a file. There is none, as said by the zero Device,
-// for memory, for networks, and for file systems that lie on others or on several
-// devices, as overlayfs and btrfs.
+// DeviceOf finds the disk below a file. It returns the zero Device for files in
+// memory, on networks, and on file systems that lie on other file systems or on
+// several devices, such as overlayfs and btrfs.
 func DeviceOf(f *os.File) (Device, error) {
 	info, err := f.Stat()
 	if err != nil {
 		return Device{}, fmt.Errorf("find the device of %s: %w", f.Name(), err)
 	}
 	st, ok := info.Sys().(*syscall.Stat_t)
-	if !ok || unix.Major(st.Dev) == 0 { // such numbers are made up
+	if !ok || unix.Major(st.Dev) == 0 { // the kernel makes these numbers up
 		return Device{}, nil
 	}
 	d := Device{unix.Major(st.Dev), unix.Minor(st.Dev)}
@@ -51,8 +51,8 @@ func DeviceOf(f *os.File) (Device, error) {
 	return whole, nil
 }
 
-// disk is what a partition is part of: the kernel bounds disks alone. The folder of
-// a partition lies in that of its disk.
+// disk returns the disk of a partition, or the device itself: the kernel bounds
+// only whole disks. The sysfs folder of a partition lies in the folder of its disk.
 func (d Device) disk() (Device, error) {
 	folder := path.Join("/sys/dev/block", d.String())
 	if _, err := os.Stat(folder); err != nil {
@@ -65,7 +65,7 @@ func (d Device) disk() (Device, error) {
 	if err != nil {
 		return Device{}, err
 	}
-	// Not path.Join, which would take the last two away: the folder is a link.
+	// Not path.Join, which would resolve the "..": the folder is a link.
 	numbers, err := os.ReadFile(folder + "/../dev")
 	if err != nil {
 		return Device{}, err
@@ -82,8 +82,8 @@ func (d Device) disk() (Device, error) {
 	return Device{whole[0], whole[1]}, nil
 }
 
-// CheckIO says why what processes read from and write to a device is not bounded
-// by their cgroups, or nil.
+// CheckIO reports why cgroups do not bound the reads and writes of processes on
+// a device, or nil.
 func (j *Jail) CheckIO(d Device) error {
 	all, err := j.cells()
 	if err != nil {
@@ -98,10 +98,10 @@ func (j *Jail) CheckIO(d Device) error {
 	return all.groups.tryIO(d)
 }
 
-// leastRate is the lowest that the kernel takes.
+// leastRate is the lowest rate that the kernel accepts.
 const leastRate = 2
 
-// v2IO has all four bounds of a device.
+// v2IO sets all four bounds of a device.
 func v2IO(l IO) *cgroup2.Resources {
 	entry := func(kind cgroup2.IOType, rate uint64) cgroup2.Entry {
 		if rate == 0 {
@@ -115,8 +115,8 @@ func v2IO(l IO) *cgroup2.Resources {
 	}}}
 }
 
-// enableIO makes the io controller act on the groups beside m, and says whether
-// there is one that bounds rates.
+// enableIO enables the io controller for the groups beside m, and reports
+// whether it bounds rates.
 func enableIO(m *cgroup2.Manager, dir string) bool {
 	if err := m.ToggleControllers([]string{"io"}, cgroup2.Enable); err != nil {
 		return false
@@ -125,14 +125,14 @@ func enableIO(m *cgroup2.Manager, dir string) bool {
 	return err == nil
 }
 
-// setIO bounds a device, if that can be done at all.
+// setIO bounds a device, if the kernel can.
 func (g v2Group) setIO(l IO) error {
 	if !g.io || l.Device == (Device{}) {
 		return nil
 	}
 	err := g.Update(v2IO(l))
 	if errors.Is(err, unix.ENODEV) || errors.Is(err, unix.EOPNOTSUPP) {
-		return nil // it went away, or is of a kind that has no rates
+		return nil // the device went away, or its kind has no rates
 	}
 	if err != nil {
 		return fmt.Errorf("set the cgroup's limits for device %s: %w", l.Device, err)
@@ -156,8 +156,8 @@ func (h *v2) tryIO(d Device) error {
 	return errors.Join(err, h.remove(trial))
 }
 
-// tryIO refuses: v1's blkio sees of buffered writes only what the kernel's own
-// threads write, long after and on nobody's account.
+// tryIO always refuses. For buffered writes v1's blkio sees only the kernel's
+// own writeback threads: long after the write, and charged to no group.
 func (h *v1) tryIO(Device) error {
 	return errors.New("these are cgroups v1, which do not slow buffered writes down")
 }

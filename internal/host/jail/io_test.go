@@ -10,8 +10,8 @@ import (
 	"github.com/containerd/cgroups/v3"
 )
 
-// TestIO: what a process may do to a disk is what its cgroup says, also when it
-// was changed; in cgroups v1, where that would not hold, nobody claims it.
+// TestIO: the cgroup shows the limits of a process for a disk, also after a
+// change. For cgroups v1, which would not enforce them, CheckIO reports so.
 func TestIO(t *testing.T) {
 	cfg := config(t)
 	j := open(t, cfg)
@@ -63,7 +63,7 @@ func TestIO(t *testing.T) {
 		{IO{Device: device, BytesPerSecond: 2 * mib, OpsPerSecond: 70}, "rbps=2097152 wbps=2097152 riops=70 wiops=70"},
 		{IO{}, "rbps=2097152 wbps=2097152 riops=70 wiops=70"},
 		{IO{Device: device, BytesPerSecond: 1}, "rbps=2 wbps=2 riops=max wiops=max"},
-		{IO{Device: Device{4095, 7}, BytesPerSecond: 1}, "rbps=2 wbps=2 riops=max wiops=max"}, // there is none
+		{IO{Device: Device{4095, 7}, BytesPerSecond: 1}, "rbps=2 wbps=2 riops=max wiops=max"}, // no such device
 		{IO{Device: device}, ""},
 	} {
 		limits.IO = step.io
@@ -75,7 +75,7 @@ func TestIO(t *testing.T) {
 	p.end(t, true)
 }
 
-// TestNoDevice: memory is on no disk, which nobody bounds.
+// TestNoDevice: a file in memory has no disk, and CheckIO reports so.
 func TestNoDevice(t *testing.T) {
 	f, err := os.Open("/dev/shm")
 	if err != nil {
@@ -91,7 +91,7 @@ func TestNoDevice(t *testing.T) {
 	}
 }
 
-// onPartition mounts the only partition of a disk in a file.
+// onPartition mounts the only partition of a disk that is a file.
 func onPartition(t *testing.T) (folder *os.File, disk string) {
 	t.Helper()
 	file, mount := filepath.Join(t.TempDir(), "disk"), t.TempDir()
@@ -99,8 +99,8 @@ func onPartition(t *testing.T) (folder *os.File, disk string) {
 	run(t, "modprobe", "-a", "loop", "ext4")
 	run(t, "truncate", "-s", "32M", file)
 	run(t, "mke2fs", "-q", "-F", "-t", "ext4", "-E", "offset=1048576", file, "16M")
-	// A table of partitions with one line (the PC's: status, first, type, last, LBA
-	// of the first sector, their number).
+	// A partition table with one entry (the PC's: status, first, type, last, LBA of
+	// the first sector, number of sectors).
 	table := make([]byte, 512)
 	copy(table[446:], []byte{0, 0, 0, 0, 0x83, 0, 0, 0, 0, start / 512 >> 8, 0, 0, 0, size / 512 >> 8, 0, 0})
 	copy(table[510:], []byte{0x55, 0xaa})

@@ -1,18 +1,19 @@
 // Package jail starts vmm processes and netds behind walls that they cannot build
 // themselves: a user id of their own, no capabilities, an empty root, an empty
-// network (a netd has the machine's), and limits for memory, processors and
-// threads. What a process can
-// do about itself, the filter of its system calls above all, is package
-// lockdown's. docs/design/jail.md has the whole picture.
+// network (a netd uses the host's), and limits for memory, processors and
+// threads. Package lockdown holds the restrictions that a process can put on
+// itself, above all the filter of its system calls. docs/design/jail.md describes
+// the whole.
 //
-// The namespaces are made once per Jail, by one thread of this process that
-// stays in them and starts all of its vmm processes. So starting one costs
-// little more than a plain exec, and nothing has to be taken down: the
-// namespaces go with the last process in them.
+// The namespaces are made once per Jail. One thread of this process stays in
+// them and starts all of the jail's vmm processes. So starting one costs little
+// more than a plain exec, and no cleanup is needed: the kernel frees the
+// namespaces with the last process in them.
 //
-// A process is found again, also by other parents and after this one has died,
-// by its user id: a file of that number is locked for as long as it lives, and
-// its cgroup has the same number. The id is taken while either says so.
+// A process is found again by its user id, also by other parents and after this
+// one has died. A file named after the id is locked for as long as the process
+// lives, and the name of its cgroup contains the id. The id counts as taken
+// while either of the two is in use.
 package jail
 
 import (
@@ -26,28 +27,29 @@ import (
 
 // Config says how to jail. Only Program is needed.
 type Config struct {
-	// Program is the path of the program to start, a static one that others
-	// may execute.
+	// Program is the path of the program to start. It must be statically
+	// linked, and other users must be allowed to execute it.
 	Program string
-	// Kind is what the program is: a vmm unless another is named.
+	// Kind is the kind of the program; the zero value is a vmm.
 	Kind Kind
-	// Folder is where the user ids in use are locked. All jails of a machine
-	// whose ids overlap must have the same.
+	// Folder holds a locked file per user id in use. Jails of a host whose ids
+	// overlap must use the same folder.
 	Folder string
 	// FirstUID and UIDs are the range of user ids.
 	FirstUID, UIDs int
-	// Cgroup is the name of the group, below the root, for those of the
-	// processes.
+	// Cgroup is the name of the parent cgroup, below the root, of the
+	// processes' groups.
 	Cgroup string
-	// AllowUnlimited goes on where cgroup limits cannot be set.
+	// AllowUnlimited starts processes without limits if cgroup limits cannot be
+	// set.
 	AllowUnlimited bool
-	// AllowUnjailed goes on without anything that this package does where it
-	// cannot be done, as without root.
+	// AllowUnjailed starts processes without the walls of this package if the
+	// walls cannot be built, for example without root.
 	AllowUnjailed bool
 }
 
 // Defaults. The user ids are in a range that systemd's conventions leave unused
-// (systemd.io/UIDS-GIDS), as are most others.
+// (systemd.io/UIDS-GIDS), as most others do.
 const (
 	defaultFolder   = "/run/agentrun/jail"
 	defaultFirstUID = 1_900_000_000
@@ -73,26 +75,26 @@ func (c *Config) fill() {
 // Jail starts processes. Its methods are safe for concurrent use.
 type Jail struct {
 	cfg Config
-	// Made when first needed: most commands of a CLI start nothing.
+	// Made when first needed: most commands of the CLI start no process.
 	cells  func() (*cells, error)
 	thread func() (*thread, error)
 
-	using sync.RWMutex // held by who starts a process; Close waits for them
+	using sync.RWMutex // held by each caller that starts a process; Close waits for them
 
 	mu     sync.Mutex // protects the following
 	closed bool
-	inside *thread // nil until a process was started
+	inside *thread // nil until the first process is started
 }
 
-// cells is where processes are put.
+// cells is where processes are put: user ids and cgroups.
 type cells struct {
 	uids   *uids     // nil without root
 	groups hierarchy // nil: unlimited
-	files  watcher   // of those that are charged to groups
+	files  watcher   // that are charged to groups
 }
 
-// New makes a jail. Whether it can hold anybody is found out by Check, or by
-// the first Start.
+// New makes a jail. Check, or the first Start, finds out whether its walls can
+// be built.
 func New(cfg Config) *Jail {
 	cfg.fill()
 	j := &Jail{cfg: cfg}
@@ -110,13 +112,14 @@ func (j *Jail) Check() error {
 	return err
 }
 
-// errNotRoot says what cannot be had without root.
+// errNotRoot says which walls need root.
 var errNotRoot = errors.New("only root can give processes user ids, namespaces and limits of their own: " +
 	"run as root, or accept sandboxes with nothing but a system call filter around them (--allow-unjailed)")
 
 var errClosed = errors.New("the jail is closed")
 
-// openCells also frees what processes that ended unobserved have left.
+// openCells opens the user ids and cgroups. It also frees cells of processes
+// that ended without a parent.
 func (j *Jail) openCells() (_ *cells, err error) {
 	c := &cells{}
 	if os.Geteuid() != 0 {
@@ -134,11 +137,11 @@ func (j *Jail) openCells() (_ *cells, err error) {
 	if c.uids, err = openUIDs(j.cfg.Folder, j.cfg.FirstUID, j.cfg.UIDs, c.living); err != nil {
 		return nil, fmt.Errorf("make a jail: %w", err)
 	}
-	_ = c.sweep() // what resists is in nobody's way, and Sweep tells
+	_ = c.sweep() // a cell that resists blocks no other, and Sweep reports the error
 	return c, nil
 }
 
-// openThread makes the walls that all processes share.
+// openThread builds the walls that all processes share.
 func (j *Jail) openThread() (*thread, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -159,7 +162,7 @@ func (j *Jail) openThread() (*thread, error) {
 	return j.inside, nil
 }
 
-// Close frees the jail; its processes live on.
+// Close frees the jail; its processes continue.
 func (j *Jail) Close() error {
 	j.using.Lock()
 	defer j.using.Unlock()
@@ -174,10 +177,10 @@ func (j *Jail) Close() error {
 	return t.close()
 }
 
-// Sweep frees what processes have left that ended while nobody watched.
+// Sweep frees the cells of processes that ended without a parent.
 func (j *Jail) Sweep() error {
 	if os.Geteuid() != 0 {
-		return nil // they had nothing of their own
+		return nil // unjailed processes have no cells
 	}
 	c, err := j.cells()
 	if err != nil {
@@ -188,12 +191,13 @@ func (j *Jail) Sweep() error {
 
 func (a *cells) sweep() error { return a.uids.sweep(a.removeGroup) }
 
-// groupName is the cgroup of the process with a user id, of either kind: ids are
-// handed out to both.
+// groupName is the name of the cgroup for a user id. Processes of both kinds use
+// it, because they share the user ids.
 func groupName(uid int) string { return "vm-" + strconv.Itoa(uid) }
 
-// removeGroup removes the group of a process that has let go of its user id. One
-// that ends does so before it leaves its group.
+// removeGroup removes the group of a process that has unlocked its user id. It
+// waits a little, because an ending process unlocks the id before it leaves its
+// group.
 func (a *cells) removeGroup(uid int) error {
 	if a.groups == nil {
 		return nil

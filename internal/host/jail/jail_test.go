@@ -22,8 +22,8 @@ const mib = 1 << 20
 
 var roomy = Limits{Memory: 256 * mib, MilliCPUs: 2000, Threads: 64}
 
-// config is a jail for the escapee with ids and groups of its own, so that
-// tests see nothing of each other.
+// config configures a jail for the escapee. It has ids and groups of its own,
+// so that tests do not disturb each other.
 func config(t *testing.T) Config {
 	t.Helper()
 	folder, err := assets.Folder()
@@ -52,7 +52,7 @@ type inmate struct {
 
 func start(t *testing.T, j *Jail, l Limits) *inmate {
 	t.Helper()
-	// Blocking: the escapee's end is the same for both of us.
+	// Blocking: both ends share the mode of the escapee's end.
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -79,7 +79,7 @@ func (i *inmate) order(t *testing.T, do string, victim, bytes int) {
 	i.orderWith(t, map[string]any{"Do": do, "Victim": victim, "Bytes": bytes})
 }
 
-// orderWith is order with more to it, and files.
+// orderWith is order with more fields and files.
 func (i *inmate) orderWith(t *testing.T, what map[string]any, files ...*os.File) {
 	t.Helper()
 	b, err := json.Marshal(what)
@@ -95,7 +95,7 @@ func (i *inmate) orderWith(t *testing.T, what map[string]any, files ...*os.File)
 	}
 }
 
-// answer is what the process said, "" if it ended before.
+// answer returns the answer of the process, or "" if the process ended before.
 func (i *inmate) answer(t *testing.T) string {
 	t.Helper()
 	b := make([]byte, 4096)
@@ -106,7 +106,7 @@ func (i *inmate) answer(t *testing.T) string {
 	return string(b[:n])
 }
 
-// end waits for the process, or kills it, and frees its cell.
+// end waits for the process or kills it, and frees its cell.
 func (i *inmate) end(t *testing.T, kill bool) (syscall.WaitStatus, uint64) {
 	t.Helper()
 	if kill {
@@ -134,7 +134,8 @@ func (i *inmate) said(t *testing.T) string {
 	return string(b)
 }
 
-// TestLockedDownWorks: what a Go program needs is still there.
+// TestLockedDownWorks: a locked down process can do all that a Go program
+// needs.
 func TestLockedDownWorks(t *testing.T) {
 	j := open(t, config(t))
 	p := start(t, j, roomy)
@@ -151,14 +152,14 @@ func TestLockedDownWorks(t *testing.T) {
 	}
 }
 
-// TestPagemapHidesAddresses: the page map tells which pages there are, not
-// where.
+// TestPagemapHidesAddresses: the page map tells which pages exist, but not
+// their physical addresses.
 func TestPagemapHidesAddresses(t *testing.T) {
 	j := open(t, config(t))
 	p := start(t, j, roomy)
 	defer p.end(t, true)
 	p.order(t, "report and hold", 0, 0)
-	if said := p.answer(t); said == "" { // until then its pages may not be there
+	if said := p.answer(t); said == "" { // before its answer its pages may not exist
 		t.Fatal(p.said(t))
 	}
 	pagemap, err := OpenPagemap(p.Pid)
@@ -194,8 +195,8 @@ func TestPagemapHidesAddresses(t *testing.T) {
 	}
 }
 
-// TestOOM: a process that takes more than its limit is killed, and that it was
-// is known.
+// TestOOM: a process that uses more than its limit is killed, and Release
+// reports the reason.
 func TestOOM(t *testing.T) {
 	j := open(t, config(t))
 	p := start(t, j, Limits{Memory: 32 * mib, MilliCPUs: 1000, Threads: 64})
@@ -210,7 +211,8 @@ func TestOOM(t *testing.T) {
 	if status, kills := p.end(t, false); status.Signal() != unix.SIGKILL || kills == 0 {
 		t.Errorf("it ended with %#x, %d kills", status, kills)
 	}
-	// One that stays within its limit lives, and one whose limit was extended.
+	// A process within its limit lives, and so does one whose limit was
+	// extended.
 	for _, extend := range []bool{false, true} {
 		p = start(t, j, Limits{Memory: 48 * mib, MilliCPUs: 1000, Threads: 64})
 		bytes := 24 * mib
@@ -228,13 +230,14 @@ func TestOOM(t *testing.T) {
 		if _, kills := p.end(t, false); kills != 0 {
 			t.Errorf("extended %t: %d kills", extend, kills)
 		}
-		if err := back(); err != nil { // of one that has ended
+		if err := back(); err != nil { // for a process that has ended
 			t.Error(err)
 		}
 	}
 }
 
-// TestLimitsAreRequired: a limit that is missing or refused starts nothing.
+// TestLimitsAreRequired: if a limit is missing or refused, no process is
+// started.
 func TestLimitsAreRequired(t *testing.T) {
 	cfg := config(t)
 	j := open(t, cfg)
@@ -261,8 +264,8 @@ func names(t *testing.T, dir string) (out []string) {
 	return out
 }
 
-// TestUIDs: living processes of several jails have different ids, and there are
-// no more of them than ids.
+// TestUIDs: living processes of several jails have different ids. Once all ids
+// are in use, no further process is started.
 func TestUIDs(t *testing.T) {
 	cfg := config(t)
 	cfg.UIDs = 4
@@ -291,13 +294,14 @@ func TestUIDs(t *testing.T) {
 	}
 }
 
-// TestSweep: what a process leaves that nobody watches is freed by others, and
-// what a living one has is not.
+// TestSweep: another jail frees the cell of a process that ended without a
+// parent, and keeps the cell of a living process.
 func TestSweep(t *testing.T) {
 	cfg := config(t)
 	a, b := open(t, cfg), open(t, cfg)
 	p, other := start(t, a, roomy), start(t, a, roomy)
-	// As if their parent had died: only they hold their locks now.
+	// As if their parent had died: only the processes themselves hold their
+	// locks now.
 	if err := errors.Join(p.Cell.Disown(), other.Cell.Disown()); err != nil {
 		t.Fatal(err)
 	}
@@ -359,7 +363,7 @@ func TestConcurrent(t *testing.T) {
 	}
 }
 
-// TestMachineIsUntouched: a jail changes nothing of the process that has it.
+// TestMachineIsUntouched: a jail does not change the process that owns it.
 func TestMachineIsUntouched(t *testing.T) {
 	look := func() string {
 		t.Helper()
@@ -386,8 +390,8 @@ func TestMachineIsUntouched(t *testing.T) {
 	p.end(t, true)
 }
 
-// TestUnlimited: where no limits can be set nothing is started, unless that was
-// accepted.
+// TestUnlimited: if limits cannot be set, no process is started unless
+// AllowUnlimited is set.
 func TestUnlimited(t *testing.T) {
 	cfg := config(t)
 	cfg.Cgroup = "no\nname" // the kernel refuses a line break
@@ -408,7 +412,7 @@ func TestUnlimited(t *testing.T) {
 	}
 }
 
-// TestRefusals: a jail that cannot be made starts nothing.
+// TestRefusals: a jail whose walls cannot be built starts no process.
 func TestRefusals(t *testing.T) {
 	cfg := config(t)
 	cfg.Program = filepath.Join(t.TempDir(), "none")

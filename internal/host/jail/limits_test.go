@@ -9,8 +9,8 @@ import (
 	"github.com/containerd/cgroups/v3"
 )
 
-// TestLimitsAreSet reads back what the kernel has, also when the limits were
-// changed, and runs into the limit of threads. (TestOOM does that for memory.)
+// TestLimitsAreSet reads the limits back from the kernel, also after a change,
+// and runs into the limit of threads. (TestOOM does the same for memory.)
 func TestLimitsAreSet(t *testing.T) {
 	cfg := config(t)
 	j := open(t, cfg)
@@ -37,7 +37,7 @@ func TestLimitsAreSet(t *testing.T) {
 		for file, want := range wanted {
 			v2 := file == "memory.max" || file == "cpu.max" || file == "cpu.weight"
 			if cgroups.Mode() == cgroups.Unified != v2 && file != "pids.max" {
-				continue // the other version's name
+				continue // a file of the other cgroup version
 			}
 			if got := read(file); got != want {
 				t.Errorf("%s is %q, want %q", file, got, want)

@@ -11,16 +11,16 @@ import (
 	"syscall"
 )
 
-// living reports whether a process of a user id is there that is not about to
-// end. The lock of the id does not tell: a process that was taken over can close
-// the file. Its cgroup it cannot leave.
+// living reports whether a user id has a process that is not about to end. The
+// lock of the id is no proof: a process under an attacker's control can close
+// the file. But it cannot leave its cgroup.
 func (a *cells) living(uid int) (bool, error) {
 	pids, err := a.processes(uid)
 	if err != nil {
 		return false, fmt.Errorf("look for processes of user id %d: %w", uid, err)
 	}
 	for _, pid := range pids {
-		// The kernel says 0 for one that cannot be seen from here.
+		// The kernel shows 0 for a process outside of this pid namespace.
 		if pid == 0 || !ending(pid) {
 			return true, nil
 		}
@@ -35,7 +35,7 @@ func (a *cells) processes(uid int) ([]int, error) {
 	return processesOf(uid)
 }
 
-// processesOf finds those of a user id where no cgroups are.
+// processesOf finds the processes of a user id if there are no cgroups.
 func processesOf(uid int) (pids []int, err error) {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
@@ -57,7 +57,7 @@ func processesOf(uid int) (pids []int, err error) {
 	return pids, nil
 }
 
-// readProcesses reads a list of process ids; that of a group that is gone is
+// readProcesses reads a list of process ids. If the group is gone, the list is
 // empty.
 func readProcesses(path string) (pids []int, err error) {
 	b, err := os.ReadFile(path)
@@ -77,12 +77,12 @@ func readProcesses(path string) (pids []int, err error) {
 // exiting is PF_EXITING of linux/sched.h.
 const exiting = 0x4
 
-// ending reports whether all threads of a process are on their way out, on which
-// it lets go of its files before it leaves its group.
+// ending reports whether all threads of a process are exiting. An exiting
+// process closes its files before it leaves its group.
 func ending(pid int) bool {
 	threads, err := filepath.Glob("/proc/" + strconv.Itoa(pid) + "/task/*/stat")
 	if err != nil {
-		return false // the pattern is right
+		return false // the pattern is valid, so this cannot happen
 	}
 	for _, path := range threads {
 		b, err := os.ReadFile(path)

@@ -20,7 +20,7 @@ func echo(t *testing.T) string {
 	t.Helper()
 	var listener net.Listener
 	var packets net.PacketConn
-	for range 20 { // the port of the one may be taken for the other
+	for range 20 { // a port that is free for TCP may be taken for UDP
 		var err error
 		if listener, err = net.Listen("tcp", "127.0.0.1:0"); err != nil {
 			t.Fatal(err)
@@ -60,8 +60,8 @@ func echo(t *testing.T) string {
 	return listener.Addr().String()
 }
 
-// controlSockets are what a netd has of the host's network: a listening unix socket,
-// and a connection that was accepted from it.
+// controlSockets makes the sockets that a netd has in the host's network: a
+// listening unix socket, and a connection that was accepted from it.
 func controlSockets(t *testing.T) (listener, accepted *os.File) {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "control")
@@ -87,14 +87,14 @@ func controlSockets(t *testing.T) (listener, accepted *os.File) {
 	return listener, accepted
 }
 
-// netds is a jail of netds with the ids and groups of another.
+// netds makes a jail of netds with the ids and groups of another jail.
 func netds(t *testing.T, cfg Config) *Jail {
 	cfg.Kind = Netd
 	return open(t, cfg)
 }
 
-// TestNetdEscapes: whatever a locked down netd tries beyond TCP, UDP and its
-// descriptors ends it, or is refused.
+// TestNetdEscapes: each attempt of a locked down netd beyond TCP, UDP and its
+// descriptors ends it or is refused.
 func TestNetdEscapes(t *testing.T) {
 	cfg := config(t)
 	vmms, j := open(t, cfg), netds(t, cfg)
@@ -167,7 +167,7 @@ func TestNetdEscapes(t *testing.T) {
 	victim.wasUnharmed(t)
 }
 
-// TestNetdWalls: what a netd sees without the filter.
+// TestNetdWalls: the view of a netd that runs without the filter.
 func TestNetdWalls(t *testing.T) {
 	cfg := config(t)
 	vmms, j := open(t, cfg), netds(t, cfg)
@@ -188,8 +188,8 @@ func TestNetdWalls(t *testing.T) {
 	v.wasRefused(t, nil)
 }
 
-// TestNetdKind: a netd leads a session, has no capabilities and shares no namespace
-// but those that it is to share; its jail makes no wires.
+// TestNetdKind: a netd leads a session, has no capabilities and shares only the
+// intended namespaces with the host. Its jail refuses to make wires.
 func TestNetdKind(t *testing.T) {
 	j := netds(t, config(t))
 	p := start(t, j, roomy)

@@ -7,20 +7,20 @@ import (
 	"strings"
 )
 
-// sandboxScore is the oom_score_adj of a sandbox's processes: when the machine
-// runs out of memory, the kernel ends a sandbox before it ends anything that the
-// machine needs, the daemon above all. A process inherits the score of the one
-// that starts it, which may be far below zero.
+// sandboxScore is the oom_score_adj of a sandbox's processes. When the host runs
+// out of memory, the kernel ends a sandbox before anything that the host needs,
+// above all the daemon. A process inherits the score of its parent, which may be
+// far below zero.
 const sandboxScore = 500
 
-// yieldMemory raises the score of a process that was started, and so that of
-// all that it will start.
+// yieldMemory raises the score of a started process, and so the score of all
+// processes that it will start.
 func yieldMemory(pid int) error {
 	path := "/proc/" + strconv.Itoa(pid) + "/oom_score_adj"
 	b, err := os.ReadFile(path)
 	if err == nil {
 		var now int
-		// One that is higher already stays: only root of the machine may lower it.
+		// A higher score stays: only root of the host may lower it.
 		if now, err = strconv.Atoi(strings.TrimSpace(string(b))); err == nil && now < sandboxScore {
 			err = os.WriteFile(path, []byte(strconv.Itoa(sandboxScore)), 0)
 		}

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// score is the oom_score_adj of a process.
+// score returns the oom_score_adj of a process.
 func score(t *testing.T, pid int) int {
 	t.Helper()
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/oom_score_adj", pid))
@@ -23,8 +23,8 @@ func score(t *testing.T, pid int) int {
 	return n
 }
 
-// TestSandboxesGoFirst: when memory is short, a sandbox ends before the process
-// that has started it: in a jail, in a group and without limits.
+// TestSandboxesGoFirst: when memory is short, the kernel ends a sandbox before
+// the process that started it: in a jail, in a group and without limits.
 func TestSandboxesGoFirst(t *testing.T) {
 	own := score(t, os.Getpid())
 	p := start(t, open(t, config(t)), roomy)
@@ -67,7 +67,7 @@ func TestSandboxesGoFirst(t *testing.T) {
 	}
 }
 
-// TestHigherScoreStays: a score that is higher already is left alone.
+// TestHigherScoreStays: a score that is already higher does not change.
 func TestHigherScoreStays(t *testing.T) {
 	cmd := exec.Command("cat")
 	in, err := cmd.StdinPipe()

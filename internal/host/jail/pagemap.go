@@ -10,9 +10,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// OpenPagemap opens the page map of a process that cannot do so itself. Opened
-// with CAP_SYS_ADMIN it would tell where in the machine's memory the pages are,
-// which a vmm has no use for and an attacker has.
+// OpenPagemap opens the page map of a process that cannot open it itself. A
+// page map opened with CAP_SYS_ADMIN also reveals the physical addresses of the
+// pages. A vmm does not need them, and an attacker would use them.
 func OpenPagemap(pid int) (f *os.File, err error) {
 	err = withoutAdmin(func() (err error) {
 		f, err = os.Open("/proc/" + strconv.Itoa(pid) + "/pagemap")
@@ -24,7 +24,7 @@ func OpenPagemap(pid int) (f *os.File, err error) {
 	return f, nil
 }
 
-// withoutAdmin runs do on a thread that has laid CAP_SYS_ADMIN aside.
+// withoutAdmin runs do on a thread that has dropped CAP_SYS_ADMIN.
 func withoutAdmin(do func() error) error {
 	runtime.LockOSThread()
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
@@ -41,7 +41,7 @@ func withoutAdmin(do func() error) error {
 	}
 	err := do()
 	if back := unix.Capset(&header, &before[0]); back != nil {
-		return errors.Join(err, back) // the thread stays locked, and ends with the goroutine
+		return errors.Join(err, back) // the thread stays locked and ends with the goroutine
 	}
 	runtime.UnlockOSThread()
 	return err

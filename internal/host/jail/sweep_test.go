@@ -12,12 +12,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestSweepWaits: a process that ends lets go of its user id before it leaves its
-// group. Whoever comes in between waits for it, and leaves nothing behind.
+// TestSweepWaits: an ending process unlocks its user id before it leaves its
+// group. A sweep in between waits for the process, and removes the group.
 func TestSweepWaits(t *testing.T) {
 	cfg := config(t)
 	a, b := open(t, cfg), open(t, cfg)
-	if err := b.Sweep(); err != nil { // which a jail does by itself when it is first used
+	if err := b.Sweep(); err != nil { // a jail also does this by itself when it is first used
 		t.Fatal(err)
 	}
 	for range 20 {
@@ -26,7 +26,7 @@ func TestSweepWaits(t *testing.T) {
 			t.Fatal(err)
 		}
 		for locked(t, b, p.Cell.UID()) > 0 {
-			runtime.Gosched() // there is no event for it
+			runtime.Gosched() // the kernel has no event for the unlock
 		}
 		if err := b.Sweep(); err != nil {
 			t.Error(err)
@@ -40,7 +40,8 @@ func TestSweepWaits(t *testing.T) {
 	}
 }
 
-// TestFolderVanishes: who deletes the folder of user ids is told so.
+// TestFolderVanishes: without the folder of user ids the error says that it
+// does not exist.
 func TestFolderVanishes(t *testing.T) {
 	cfg := config(t)
 	j := open(t, cfg)
@@ -52,21 +53,21 @@ func TestFolderVanishes(t *testing.T) {
 	}
 }
 
-// TestUIDOfTheLiving: a process that lets go of the lock of its user id, when its
-// parent has died, still has the id: nobody frees it, nor gets it, until the
-// process has ended. With cgroups and without.
+// TestUIDOfTheLiving: a process whose parent has died closes the file that locks
+// its user id. The process still owns the id: until it has ended the id is
+// neither freed nor given to another process. With cgroups and without.
 func TestUIDOfTheLiving(t *testing.T) {
 	for name, cgroups := range map[string]bool{"cgroups": true, "no cgroups": false} {
 		t.Run(name, func(t *testing.T) {
 			cfg := config(t)
-			// Nobody else on this machine has it.
+			// No other test on this host uses this id.
 			cfg.FirstUID, cfg.UIDs = defaultFirstUID+defaultUIDs+os.Getpid(), 1
 			if !cgroups {
 				cfg.Cgroup, cfg.AllowUnlimited = "no\nname", true // the kernel refuses a line break
 			}
 			a, b := open(t, cfg), open(t, cfg)
 			p := start(t, a, roomy)
-			defer func() { _ = p.Kill() }() // it has ended, unless the test ended before
+			defer func() { _ = p.Kill() }() // it has ended, unless the test failed before
 			p.order(t, "let go of its user id and hold", 0, 0)
 			if said := p.answer(t); said != `"let go"` {
 				t.Fatalf("%q, stderr %q", said, p.said(t))
@@ -105,8 +106,8 @@ func TestUIDOfTheLiving(t *testing.T) {
 	}
 }
 
-// locked counts who holds the lock of a user id, as /proc/locks tells without
-// touching it.
+// locked counts the holders of the lock of a user id from /proc/locks, without
+// touching the lock.
 func locked(t *testing.T, j *Jail, uid int) (holders int) {
 	t.Helper()
 	all, err := j.cells()

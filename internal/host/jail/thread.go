@@ -18,13 +18,13 @@ type thread struct {
 	kind     Kind
 	walls    bool // whether it is in namespaces
 	requests chan *request
-	source   string   // the program
-	program  string   // the same, as the thread sees it
+	source   string   // the program, as the host sees it
+	program  string   // the same program, as the thread sees it
 	null     *os.File // the processes' standard input and output
 	ended    chan struct{}
 }
 
-// request is something to do on the thread.
+// request is a function to run on the thread.
 type request struct {
 	do   func()
 	done chan<- struct{}
@@ -55,7 +55,7 @@ func (t *thread) close() error {
 	return t.null.Close()
 }
 
-// do runs something on the thread, and returns when it has.
+// do runs a function on the thread and waits for it.
 func (t *thread) do(what func()) {
 	done := make(chan struct{})
 	t.requests <- &request{what, done}
@@ -74,8 +74,8 @@ func (t *thread) start(attr *os.ProcAttr) (p *os.Process, err error) {
 	return p, nil
 }
 
-// onOwnThread starts a goroutine with a thread that it never unlocks, so that the
-// runtime ends the thread with the goroutine and lets nothing else run on it.
+// onOwnThread starts a goroutine on a thread that it never unlocks. So the
+// runtime ends the thread with the goroutine and runs no other goroutine on it.
 func onOwnThread(do func()) {
 	go func() {
 		runtime.LockOSThread()
@@ -84,7 +84,8 @@ func onOwnThread(do func()) {
 			return
 		}
 		// The runtime cannot end the first thread, and /proc/self shows it.
-		// While this goroutine holds it, another gets a different one.
+		// While this goroutine holds the first thread, another goroutine gets a
+		// different one.
 		moved := make(chan struct{})
 		go func() {
 			runtime.LockOSThread()
@@ -96,7 +97,7 @@ func onOwnThread(do func()) {
 	}()
 }
 
-// run is the thread.
+// run is the main function of the thread.
 func (t *thread) run(ready chan<- error) {
 	defer close(t.ended)
 	var err error
@@ -104,7 +105,8 @@ func (t *thread) run(ready chan<- error) {
 		err = t.enter()
 	}
 	if err == nil {
-		// The thread sleeps for nothing but its processes.
+		// The slack also applies to this thread itself, which only starts
+		// processes.
 		err = goruntime.SlowMonitorOfChildren(t.kind.monitorSlack())
 	}
 	ready <- err
@@ -117,7 +119,7 @@ func (t *thread) run(ready chan<- error) {
 	}
 }
 
-// enter leaves the machine's namespaces for empty ones.
+// enter moves the thread from the host's namespaces into empty ones.
 func (t *thread) enter() error {
 	spaces := unix.CLONE_FS | unix.CLONE_NEWNS | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS
 	if t.kind == VMM {
@@ -137,12 +139,12 @@ func (t *thread) enter() error {
 	return nil
 }
 
-// pivot makes a root in memory that has nothing but the program, and takes
-// everything else away. The program is bound as inner, not copied: all processes of
-// all jails share its pages.
+// pivot makes a root in memory that holds only the program, and takes all other
+// files away. The program is bound as inner, not copied: all processes of all jails
+// share its pages.
 func pivot(program, inner string) error {
 	const harmless = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_RDONLY
-	const here = "/proc" // a folder that every machine has; only we see what is put on it
+	const here = "/proc" // a folder that every host has; the mount on it is visible only here
 	for _, step := range []struct {
 		what string
 		do   func() error
@@ -172,13 +174,13 @@ func pivot(program, inner string) error {
 	return nil
 }
 
-// reduceCapabilities leaves the thread with those that starting a process
-// takes, and its processes with no way to any.
+// reduceCapabilities leaves the thread only the capabilities that starting a
+// process needs. Its processes can never gain any.
 func reduceCapabilities() error {
 	for c := uintptr(0); ; c++ {
 		err := unix.Prctl(unix.PR_CAPBSET_DROP, c, 0, 0, 0)
 		if errors.Is(err, unix.EINVAL) {
-			break // there are no more
+			break // the kernel has no more capabilities
 		}
 		if err != nil {
 			return fmt.Errorf("drop capability %d for good: %w", c, err)
@@ -190,8 +192,8 @@ func reduceCapabilities() error {
 	return unix.Capset(&header, &data[0])
 }
 
-// attributes describe a process with these files. It leads a session of its own:
-// a terminal's signals are not for it.
+// attributes describes a process with these files. It leads a session of its
+// own, so signals from a terminal do not reach it.
 func attributes(files []*os.File, uid int) *os.ProcAttr {
 	sys := &syscall.SysProcAttr{Setsid: true}
 	if uid != 0 {

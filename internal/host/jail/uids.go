@@ -13,12 +13,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// uids hands out user ids so that no two living processes of this machine have
-// the same, whoever started them. An id is taken while the file of its number
-// is locked. The process inherits the lock (flock(2) belongs to the open file,
-// not to who opened it), so that it ends with the process, whatever becomes of
-// the parent. A process that was taken over may close the file: so the id of a
-// file that is there is taken, too, while a process of that id lives.
+// uids hands out user ids so that no two living processes of this host share
+// one, no matter which parent started them. An id is taken while the file of
+// its number is locked. The process inherits the lock: flock(2) belongs to the
+// open file, not to the process that opened it. So the lock ends with the
+// process, even if the parent dies first. A process under an attacker's control
+// may close the file. Therefore an id whose file exists also counts as taken
+// while a process of that id lives.
 type uids struct {
 	dir          string
 	first, count int
@@ -32,13 +33,14 @@ func openUIDs(dir string, first, count int, living func(uid int) (bool, error)) 
 	return &uids{dir, first, count, living}, nil
 }
 
-// errTaken says that an id belongs to somebody.
+// errTaken says that the id is in use.
 var errTaken = errors.New("the user id is taken")
 
-// take locks a free id. stale says that it was used before by a process that
-// nobody has cleaned up after.
+// take locks a free id. stale says that a process had the id before and its
+// cell was not cleaned up.
 func (u *uids) take() (uid int, lock *os.File, stale bool, err error) {
-	// Anywhere, so that those in use are rarely tried. (rand.Read never fails.)
+	// Start anywhere in the range, so that ids in use are rarely tried.
+	// (rand.Read never fails.)
 	var b [4]byte
 	_, _ = rand.Read(b[:])
 	start := int(binary.NativeEndian.Uint32(b[:]) % uint32(u.count))
@@ -59,11 +61,11 @@ func (u *uids) path(uid int) string { return filepath.Join(u.dir, strconv.Itoa(u
 // lock makes and locks the file of an id.
 func (u *uids) lock(uid int) (f *os.File, stale bool, err error) {
 	for {
-		// Only for reading: a process can do nothing with it but hold it.
+		// Only for reading: all that a process can do with it is to hold it.
 		f, err = os.OpenFile(u.path(uid), os.O_RDONLY|os.O_CREATE|os.O_EXCL, 0o600)
 		if stale = errors.Is(err, fs.ErrExist); stale {
 			if f, err = os.Open(u.path(uid)); errors.Is(err, fs.ErrNotExist) {
-				continue // it went just now
+				continue // it was removed just now
 			}
 		}
 		if err != nil {
@@ -87,8 +89,8 @@ func (u *uids) lock(uid int) (f *os.File, stale bool, err error) {
 	}
 }
 
-// tryLock locks a file unless somebody else has it or it was removed: the lock
-// of a file without a name keeps nobody out.
+// tryLock locks a file, unless another process has locked it or it was removed:
+// a lock on a removed file excludes no other process.
 func tryLock(f *os.File) (held bool, err error) {
 	err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 	if errors.Is(err, unix.EWOULDBLOCK) {
@@ -101,7 +103,8 @@ func tryLock(f *os.File) (held bool, err error) {
 	return st.Nlink > 0, err
 }
 
-// vacate locks the file of an id that was used before, unless a process has it.
+// vacate locks the file of an id that was used before, unless a process still
+// has the id.
 func (u *uids) vacate(f *os.File, uid int) (held bool, err error) {
 	if held, err = tryLock(f); err != nil || !held {
 		return false, err
@@ -110,7 +113,7 @@ func (u *uids) vacate(f *os.File, uid int) (held bool, err error) {
 	return !living, err
 }
 
-// free gives an id back. The caller holds its lock, which is closed.
+// free gives an id back. The caller holds its lock; free closes it.
 func (u *uids) free(uid int, lock *os.File) error {
 	return errors.Join(os.Remove(u.path(uid)), lock.Close())
 }
@@ -123,7 +126,7 @@ func (u *uids) sweep(clean func(uid int) error) error {
 	}
 	var errs []error
 	for _, e := range entries {
-		if uid, err := strconv.Atoi(e.Name()); err == nil { // else it is not ours
+		if uid, err := strconv.Atoi(e.Name()); err == nil { // other files are not ours
 			errs = append(errs, u.reclaim(uid, clean))
 		}
 	}

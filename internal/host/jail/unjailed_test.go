@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// envNobody makes the test's binary try to make a jail and say what happened.
+// envNobody makes the test's binary try to make a jail and print the result.
 const envNobody = "AGENTRUN_TEST_JAIL_AS_NOBODY"
 
 func TestMain(m *testing.M) {
@@ -27,8 +27,8 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// TestWithoutRoot: who is not root is refused, with the next step, unless that
-// was accepted.
+// TestWithoutRoot: a jail without root is refused, and the error says the next
+// step, unless AllowUnjailed is set.
 func TestWithoutRoot(t *testing.T) {
 	const nobody = 65534
 	self, err := os.Open("/proc/self/exe")
@@ -72,8 +72,8 @@ func TestWithoutRoot(t *testing.T) {
 	}
 }
 
-// TestUnjailed: without walls there is still the filter, and no capability is
-// left.
+// TestUnjailed: without walls the filter still applies, and the process has no
+// capabilities.
 func TestUnjailed(t *testing.T) {
 	cfg := config(t)
 	j := open(t, cfg)

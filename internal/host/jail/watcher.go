@@ -10,16 +10,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// watcher tells when files are gone: when they have no name, and nobody has them
-// open or mapped any more. The kernel says so by an event of inotify.
+// watcher tells when files are gone: they have no name, and no process has them
+// open or mapped any more. The kernel reports that by an inotify event.
 type watcher struct {
 	mu      sync.Mutex // protects all following fields
-	events  *os.File   // nil while nothing is watched
-	fd      int        // of events, which its Fd would make blocking
+	events  *os.File   // nil while no file is watched
+	fd      int        // the descriptor of events, whose Fd method would make it blocking
 	waiting map[int32][]func()
 }
 
-// whenGone calls a function once a file is gone. The file is open now. The kernel may
+// whenGone calls a function once a file, which is open now, is gone. The kernel may
 // still be freeing its pages then.
 func (w *watcher) whenGone(f *os.File, then func()) error {
 	w.mu.Lock()
@@ -43,34 +43,34 @@ func (w *watcher) whenGone(f *os.File, then func()) error {
 	return nil
 }
 
-// Files tells when files are gone that a process was given: when they have no name,
-// and nobody has them open or mapped any more. The zero value is ready for use.
+// Files tells when files that a process was given are gone: they have no name, and
+// no process has them open or mapped any more. The zero value is ready for use.
 type Files struct{ watcher watcher }
 
-// WhenGone calls a function, on another goroutine, once a file is gone. The file is
-// open now.
+// WhenGone calls a function, on another goroutine, once a file, which is open now,
+// is gone.
 func (w *Files) WhenGone(f *os.File, then func()) error { return w.watcher.whenGone(f, then) }
 
-// end frees the instance. The caller holds w.mu.
+// end closes the inotify instance. The caller holds w.mu.
 func (w *watcher) end() {
 	_ = w.events.Close() // its reader ends
 	w.events = nil
 }
 
-// read takes the events of an instance, until nothing is watched.
+// read reads the events of an instance until no file is watched.
 func (w *watcher) read(events *os.File) {
 	buf := make([]byte, 4096) // an event of a file has no name: 16 bytes
 	for {
 		n, err := events.Read(buf)
 		if err != nil {
-			w.call(events, nil) // only end closes it; then nobody waits
+			w.call(events, nil) // only end closes it, and then the list is empty
 			return
 		}
 		for b := buf[:n]; len(b) >= unix.SizeofInotifyEvent; {
 			wd, mask := int32(binary.NativeEndian.Uint32(b)), binary.NativeEndian.Uint32(b[4:])
 			b = b[unix.SizeofInotifyEvent:][binary.NativeEndian.Uint32(b[12:]):]
 			switch {
-			case mask&unix.IN_Q_OVERFLOW != 0: // some event was lost
+			case mask&unix.IN_Q_OVERFLOW != 0: // an event was lost
 				w.call(events, nil)
 			case mask&unix.IN_DELETE_SELF != 0:
 				w.call(events, &wd)
@@ -79,8 +79,9 @@ func (w *watcher) read(events *os.File) {
 	}
 }
 
-// call calls those who wait for a file, or all if it is nil. To be called too early
-// does no harm: no limit is lowered below what is charged.
+// call calls the functions that wait for a file, or for any file if wd is nil.
+// Calling them too early does no harm, because no limit is lowered below the memory
+// charged.
 func (w *watcher) call(events *os.File, wd *int32) {
 	var list []func()
 	w.mu.Lock()

@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestGoneFiles: a file is gone when nobody has it open or mapped, whether it had a
-// name or never did.
+// TestGoneFiles: a file is gone when no process has it open or mapped, whether it
+// once had a name or not.
 func TestGoneFiles(t *testing.T) {
 	for name, create := range map[string]func(t *testing.T) *os.File{
 		"on tmpfs": func(t *testing.T) *os.File {

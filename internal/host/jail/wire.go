@@ -11,14 +11,14 @@ import (
 
 // A wire is a pair of unix datagram sockets that carries the frames of a
 // sandbox's network interface. Such a socket belongs to the network namespace of
-// the thread that made it, wherever it is used: whoever has one made in the
-// machine's namespace can send messages, and descriptors with them, to every
-// abstract address of the machine. So wires are made in the sandbox's namespace,
-// in which nobody listens.
+// the thread that made it, no matter where it is used. From a socket made in the
+// host's namespace a process could send messages, and descriptors with them, to
+// every abstract address of the host. So wires are made in the sandbox's
+// namespace, in which no process listens.
 
 // Wire makes the two ends of a wire in the network namespace of the jail: host is
-// for whoever plays the network, guest for a process in the jail. The jail of netds
-// makes none: it has no network of its own.
+// for the process that plays the network, guest for a process in the jail. A jail
+// of netds cannot make wires, because it has no network namespace of its own.
 func (j *Jail) Wire() (host, guest *os.File, err error) {
 	j.using.RLock()
 	defer j.using.RUnlock()
@@ -30,18 +30,18 @@ func (j *Jail) Wire() (host, guest *os.File, err error) {
 		return nil, nil, err
 	}
 	t.do(func() { host, guest, err = newWire() })
-	if err == nil { // by this thread: that of the jail has laid its capabilities aside
+	if err == nil { // on this thread: the jail's thread has dropped its capabilities
 		err = widen(host, guest)
 	}
 	if err != nil {
-		_, _ = host.Close(), guest.Close() // nil is refused
+		_, _ = host.Close(), guest.Close() // closing nil is harmless
 		return nil, nil, err
 	}
 	return host, guest, nil
 }
 
-// WireOf makes them in the network namespace of a process with walls of its own.
-// It refuses one that has the machine's.
+// WireOf makes a wire in the network namespace of a process with walls of its
+// own. It refuses a process in the host's network namespace.
 func WireOf(pid int) (host, guest *os.File, err error) {
 	made := make(chan struct{})
 	onOwnThread(func() {
@@ -68,7 +68,7 @@ func enterNetwork(pid int) error {
 	if err != nil {
 		return err
 	}
-	defer func() { _ = ns.Close() }() // only a name
+	defer func() { _ = ns.Close() }() // the descriptor only names the namespace
 	own, err := os.Stat("/proc/thread-self/ns/net")
 	if err != nil {
 		return err
@@ -91,14 +91,16 @@ func newWire() (host, guest *os.File, err error) {
 	return os.NewFile(uintptr(fds[0]), "wire"), os.NewFile(uintptr(fds[1]), "wire"), nil
 }
 
-// wireBuffer is how many bytes wait on a wire in each direction, as the kernel
-// counts them: 31 of the longest frames, or 900 of 1500 bytes. The usual 208 KiB
-// would be 4 of the longest. They are charged to who sends them. How many messages
-// wait is bounded by nothing else: net.unix.max_dgram_qlen does not hold for pairs.
+// wireBuffer is how many bytes can wait on a wire in each direction, by the
+// kernel's count: 31 of the longest frames, or 900 frames of 1500 bytes. The
+// default of 208 KiB would hold 4 of the longest. The bytes are charged to the
+// sender. This is the only bound on waiting messages: net.unix.max_dgram_qlen does
+// not apply to socket pairs.
 const wireBuffer = 2 << 20
 
-// widen makes it so; the kernel doubles what it is told. Without CAP_NET_ADMIN it
-// gives as much as net.core.wmem_max allows.
+// widen sets the buffers of the ends to wireBuffer; the kernel doubles the value
+// that it is given. Without CAP_NET_ADMIN the buffers get at most
+// net.core.wmem_max.
 func widen(ends ...*os.File) error {
 	for _, f := range ends {
 		raw, err := f.SyscallConn()
@@ -117,10 +119,11 @@ func widen(ends ...*os.File) error {
 	return nil
 }
 
-// CheckWire refuses a descriptor that is no end of a wire, as a process may have
-// sent it that is not to be trusted: it must be a unix datagram socket of another
-// network namespace than this one. Whether it ever waits is that process's to say:
-// who uses it asks for each message not to (MSG_DONTWAIT).
+// CheckWire refuses a descriptor that is not the end of a wire. An untrusted
+// process may have sent it, so it must be a unix datagram socket of a network
+// namespace other than this one. The untrusted process can switch the socket to
+// blocking mode at any time, so each message must be sent and received with
+// MSG_DONTWAIT.
 func CheckWire(f *os.File) error {
 	raw, err := f.SyscallConn()
 	if err != nil {
@@ -150,7 +153,7 @@ func checkWire(fd int) error {
 		return os.NewSyscallError("ioctl SIOCGSKNS", err)
 	}
 	its := os.NewFile(uintptr(ns), "network namespace")
-	defer func() { _ = its.Close() }() // only a name
+	defer func() { _ = its.Close() }() // the descriptor only names the namespace
 	have, err := its.Stat()
 	if err != nil {
 		return err

@@ -1,5 +1,5 @@
-// Package procid names processes so that they are found again, by whoever comes
-// later, and holds on to them.
+// Package procid identifies processes so that a later process can find them
+// again, and keeps references to them.
 package procid
 
 import (
@@ -15,14 +15,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ID names a process for as long as the machine is up: numbers are used again, a
-// number together with its start time is not.
+// ID identifies a process for as long as the host is up. The kernel reuses
+// process ids, but not the same id with the same start time.
 type ID struct {
 	PID   int    `json:"pid"`
-	Start uint64 `json:"start"` // clock ticks since the machine's boot
+	Start uint64 `json:"start"` // clock ticks since the host's boot
 }
 
-// Of names a running process.
+// Of returns the ID of a running process.
 func Of(pid int) (ID, error) {
 	fields, err := stat(pid)
 	if err != nil {
@@ -31,7 +31,7 @@ func Of(pid int) (ID, error) {
 	return ID{pid, fields[statStart]}, nil
 }
 
-// BootID identifies the host's boot, within which an ID names a process.
+// BootID identifies the host's boot, within which an ID is valid.
 func BootID() (string, error) {
 	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
@@ -43,7 +43,7 @@ func BootID() (string, error) {
 // Fields of /proc/PID/stat, as proc(5) numbers them.
 const (
 	statUser     = 14
-	statChildren = 17 // and the last of the four times: of children that were waited for
+	statChildren = 17 // the last of the four times: that of children that were waited for
 	statStart    = 22
 )
 
@@ -53,8 +53,8 @@ func stat(pid int) (fields [statStart + 1]uint64, err error) {
 	if err != nil {
 		return fields, err
 	}
-	// The name is in parentheses and may hold anything; what follows has no
-	// parentheses, and begins with field 3, which is a letter.
+	// The name is in parentheses and may contain any bytes. The rest has no
+	// parentheses and begins with field 3, which is a letter.
 	_, rest, _ := strings.Cut(string(b[bytes.LastIndexByte(b, ')')+1:]), " ")
 	words := strings.Fields(rest)
 	if len(words) < statStart-2 {
@@ -73,8 +73,8 @@ func stat(pid int) (fields [statStart + 1]uint64, err error) {
 // tick is the unit of times in /proc: USER_HZ is 100 on all of Linux's ABIs.
 const tick = 10 * time.Millisecond
 
-// CPUTime is the processor time that a process has taken, and those of its
-// children that have ended and were waited for.
+// CPUTime is the processor time that a process has used, including its children
+// that have ended and were waited for.
 func CPUTime(pid int) (time.Duration, error) {
 	fields, err := stat(pid)
 	if err != nil {
@@ -122,21 +122,22 @@ func (id ID) Kill(ctx context.Context) error {
 	}
 }
 
-// Handle is a hold on a process that somebody else has started.
+// Handle is a reference to a process that another process has started.
 type Handle struct {
 	id    ID
 	pidfd *os.File
 }
 
-// Adopt gets hold of a process. The error is unix.ESRCH if it is not there, or
-// not the one that was meant.
+// Adopt returns a Handle of a process. The error is unix.ESRCH if the process
+// does not exist, or if its number belongs to another process now.
 func Adopt(id ID) (*Handle, error) {
 	fd, err := unix.PidfdOpen(id.PID, unix.PIDFD_NONBLOCK)
 	if err != nil {
 		return nil, fmt.Errorf("find process %d: %w", id.PID, err)
 	}
 	h := &Handle{id: id, pidfd: os.NewFile(uintptr(fd), "pidfd")}
-	// Only now, when the number cannot be used again.
+	// Compare only now: while the pidfd is open the kernel cannot reuse the
+	// number.
 	now, err := Of(id.PID)
 	if err == nil && now != id {
 		err = fmt.Errorf("process %d is another one now: %w", id.PID, unix.ESRCH)
@@ -150,11 +151,11 @@ func Adopt(id ID) (*Handle, error) {
 // PID is the number of the process.
 func (h *Handle) PID() int { return h.id.PID }
 
-// Kill ends the process; one that has ended already is fine.
+// Kill ends the process. If it has already ended, Kill does nothing.
 func (h *Handle) Kill() {
 	raw, err := h.pidfd.SyscallConn()
 	if err != nil {
-		return // closed: it has ended
+		return // the handle is closed: the process has ended
 	}
 	_ = raw.Control(func(fd uintptr) { _ = unix.PidfdSendSignal(int(fd), unix.SIGKILL, nil, 0) })
 }
@@ -168,7 +169,7 @@ func (h *Handle) Wait() error {
 	return raw.Read(hasEnded)
 }
 
-// Close lets go of the process.
+// Close closes the handle; the process continues.
 func (h *Handle) Close() error { return h.pidfd.Close() }
 
 // hasEnded reports whether the process of a pidfd has ended.

@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// sleeper is a process that somebody else looks after.
+// sleeper starts a process that sleeps until the test ends.
 func sleeper(t *testing.T) *exec.Cmd {
 	t.Helper()
 	cmd := exec.Command("sleep", "1000")
@@ -32,8 +32,8 @@ func TestID(t *testing.T) {
 	if !id.Alive() {
 		t.Error("a running process is not alive")
 	}
-	// The same number with another start is another process: neither alive
-	// nor killed.
+	// The same number with another start time is another process, which is
+	// neither alive nor killed.
 	other := ID{id.PID, id.Start + 1}
 	if other.Alive() {
 		t.Error("a process that never was is alive")
@@ -55,8 +55,8 @@ func TestID(t *testing.T) {
 	}
 }
 
-// TestAdoptedEnds: whoever adopts a process learns of its end, before and
-// while it waits.
+// TestAdoptedEnds: Wait returns for an adopted process that has ended before,
+// and for one that ends meanwhile.
 func TestAdoptedEnds(t *testing.T) {
 	for name, early := range map[string]bool{"already": true, "later": false} {
 		t.Run(name, func(t *testing.T) {
@@ -87,7 +87,7 @@ func TestAdoptedEnds(t *testing.T) {
 }
 
 func TestOddNames(t *testing.T) {
-	// A name with parentheses and spaces must not confuse the start time.
+	// A name with parentheses and spaces must not change the parsed start time.
 	dir := t.TempDir()
 	path := filepath.Join(dir, "a) S 1 (b")
 	self, err := exec.LookPath("sleep")
@@ -118,8 +118,8 @@ func TestOddNames(t *testing.T) {
 	}
 }
 
-// TestCPUTime: a process that works takes time, and those of its children that
-// have ended count.
+// TestCPUTime: a busy process uses processor time, and the time of its ended
+// children counts.
 func TestCPUTime(t *testing.T) {
 	before, err := CPUTime(os.Getpid())
 	if err != nil {

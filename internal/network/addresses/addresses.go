@@ -1,18 +1,18 @@
-// Package addresses decides which IP addresses are closed: addresses that nothing
-// acting for a sandbox may be led to unless an administrator or a rule names them.
-// Closed are loopback, link-local, private, multicast and reserved addresses, the
-// metadata services of the clouds, the host's own addresses, and the ranges that
-// the node's configuration closes (a cluster's Pods, Services and nodes).
+// Package addresses decides which IP addresses are closed. No process that acts for a
+// sandbox may connect to a closed address, unless an administrator or a rule names
+// it. Closed are loopback, link-local, private, multicast and reserved addresses, the
+// metadata services of the clouds, the host's own addresses, and the ranges that the
+// node's configuration closes (a cluster's Pods, Services and nodes).
 //
 // An IPv6 address can stand for an IPv4 address that a translator or a tunnel will
 // deliver to. Such an address is closed if the IPv4 address in it is. Only the
 // well-known prefix of NAT64 (64:ff9b::/96) is open otherwise, because networks
 // without IPv4 reach the internet through it. The other forms (6to4, Teredo,
-// IPv4-compatible, IPv4-translated, local NAT64) are closed in any case: nobody on
-// today's internet needs them, and where they lead depends on the host's network.
+// IPv4-compatible, IPv4-translated, local NAT64) are always closed: today's internet
+// does not need them, and their destination depends on the host's network.
 //
-// The package is a leaf, so that everything that dials for others can ask it: the
-// sandboxes' network, image pulls, volumes.
+// The package is a leaf, so that every part that dials on behalf of others can use
+// it: the sandboxes' network, image pulls, volumes.
 package addresses
 
 import (
@@ -20,7 +20,7 @@ import (
 	"net/netip"
 )
 
-// Class says what an address is for.
+// Class is the purpose of an address.
 type Class uint8
 
 // The classes. Every class but Public is closed.
@@ -33,7 +33,8 @@ const (
 	Unspecified
 	Loopback
 	LinkLocal
-	// Metadata is a cloud's service that gives credentials to whoever can reach it.
+	// Metadata is the address of a cloud's service that gives credentials to any
+	// client.
 	Metadata
 	// Private addresses belong to the network that the host is in.
 	Private
@@ -59,7 +60,7 @@ func (c Class) String() string {
 	return fmt.Sprintf("class(%d)", uint8(c))
 }
 
-// special is one range that is not, or not only, public.
+// special is a range that is not entirely public.
 type special struct {
 	prefix netip.Prefix
 	class  Class
@@ -73,9 +74,9 @@ func ranges(class Class, what string, prefixes ...string) (out []special) {
 	return out
 }
 
-// specials come from IANA's registries of special-purpose addresses (RFC 6890 and
-// its updates) and from the documentation of the clouds. Of the ranges that hold an
-// address the longest decides.
+// specials come from IANA's registries of special-purpose addresses (RFC 6890 and its
+// updates) and from the documentation of the clouds. Of the ranges that contain an
+// address, the one with the longest prefix decides.
 var specials = concat(
 	ranges(Unspecified, "the unspecified address", "0.0.0.0/32", "::/128"),
 	ranges(Reserved, "this network (RFC 791)", "0.0.0.0/8"),
@@ -105,8 +106,9 @@ var specials = concat(
 	ranges(Reserved, "relays of 6to4 (RFC 7526)", "192.88.99.0/24"),
 	ranges(Reserved, "reserved (RFC 1112)", "240.0.0.0/4"),
 	ranges(Reserved, "assigned for protocols (RFC 2928)", "2001::/23"),
-	// 2000::/3 is all that is assigned to the internet. What lies outside of it and
-	// is not listed above, discard-only and segment routing among it, is reserved.
+	// 2000::/3 is the whole space that is assigned to the internet. Addresses outside
+	// of it that are not listed above, such as discard-only and segment routing, are
+	// reserved.
 	ranges(Reserved, "not an address of the internet", "::/0"),
 	ranges(Public, "", "2000::/3", wellKnownNAT64.String()),
 )
@@ -118,7 +120,7 @@ func concat(lists ...[]special) (out []special) {
 	return out
 }
 
-// place is where an address lies: the narrowest range that is known of.
+// place returns the narrowest known range that contains an address.
 func place(a netip.Addr) special {
 	best := special{class: Public}
 	for _, s := range specials {
@@ -129,8 +131,8 @@ func place(a netip.Addr) special {
 	return best
 }
 
-// Classify is what a is for, from the address alone. The class of an address that
-// stands for another one is the other's, unless that is Public: see Embedded.
+// Classify returns the class of a, from the address alone. An address that stands for
+// another one has the class of that one, unless that is Public: see Embedded.
 func Classify(a netip.Addr) Class { return classify(a).class }
 
 func classify(a netip.Addr) special {
@@ -152,6 +154,6 @@ func classify(a netip.Addr) special {
 	return own
 }
 
-// Normalize is the form in which addresses are compared: IPv4 rather than
+// Normalize returns the form in which addresses are compared: IPv4 instead of
 // IPv4-mapped IPv6, and without a zone.
 func Normalize(a netip.Addr) netip.Addr { return a.Unmap().WithZone("") }

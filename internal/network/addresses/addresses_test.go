@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// table has what each address is, from the address alone.
+// table has the class of each address, from the address alone.
 var table = []struct {
 	addr  string
 	class Class
@@ -71,7 +71,8 @@ func TestClassify(t *testing.T) {
 	}
 }
 
-// nobody is a host without addresses, hosts one that has those listed.
+// nobody is a host without addresses of its own. hosts is one with the listed
+// addresses.
 type nobody struct{}
 
 func (nobody) Owns(netip.Addr) (bool, string, error) { return false, "", nil }
@@ -88,7 +89,7 @@ func (unknowing) Owns(netip.Addr) (bool, string, error) {
 	return false, "", errors.New("out of memory")
 }
 
-// TestOpenedBy: a rule opens what it is about, and nothing narrower within it.
+// TestOpenedBy: a rule opens its range, and no narrower closed range within it.
 func TestOpenedBy(t *testing.T) {
 	ranges, err := ParseRanges([]string{"10.96.0.0/12", " 2a00:1::/32", "8.8.4.4", "169.254.169.254/32"})
 	if err != nil {
@@ -179,7 +180,8 @@ func TestParsePrefix(t *testing.T) {
 	}
 }
 
-// FuzzCheck: no address is open that stands for a closed one, whatever its bytes.
+// FuzzCheck: an address that stands for a closed one is never open, whatever its
+// bytes.
 func FuzzCheck(f *testing.F) {
 	for _, row := range table {
 		f.Add(netip.MustParseAddr(row.addr).AsSlice())

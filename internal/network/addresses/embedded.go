@@ -14,11 +14,11 @@ var (
 // embedded is one IPv4 address within an IPv6 address.
 type embedded struct {
 	addr netip.Addr
-	// at is the bit that it begins at, or -1 if it is not there bit by bit.
+	// at is the bit at which it begins, or -1 if its bits are not contiguous.
 	at int
 }
 
-// outer is the range of IPv6 addresses around a that hold an address of in.
+// outer is the range of IPv6 addresses around a that contain an address of in.
 func (e embedded) outer(in netip.Prefix, a netip.Addr) netip.Prefix {
 	if e.at < 0 {
 		return netip.PrefixFrom(a, a.BitLen())
@@ -30,14 +30,14 @@ func (e embedded) outer(in netip.Prefix, a netip.Addr) netip.Prefix {
 type form struct {
 	what   string
 	prefix netip.Prefix
-	closed bool // even if the IPv4 addresses in it are public
+	closed bool // closed even if the IPv4 addresses in it are public
 	addrs  []embedded
 }
 
-// worst is the most dangerous of the addresses within a that are not public. Where
-// an address can be read in several ways, the wrong ones show as unspecified or
-// reserved, because of the zeros around the right one: these are passed over, and
-// a rule must name the whole of a.
+// worst is the most dangerous address within a that is not public. If an address can
+// be read in several ways, the wrong readings look unspecified or reserved, because
+// of the zeros around the right one. These readings are skipped, and a rule must name
+// the whole of a.
 func (f form) worst(a netip.Addr) (out special, found bool) {
 	several := len(f.addrs) > 1
 	for _, e := range f.addrs {
@@ -66,8 +66,8 @@ func embeddedIn(a netip.Addr) (form, bool) {
 	case wellKnownNAT64.Contains(a):
 		return form{what: "NAT64", prefix: wellKnownNAT64, addrs: []embedded{at(12)}}, true
 	case localNAT64.Contains(a):
-		// Which of them a translator takes depends on the prefix it was given: all
-		// of RFC 6052's places are looked at, octet 8 is skipped.
+		// A translator's choice among them depends on its prefix. So all places of
+		// RFC 6052 are checked, and octet 8 is skipped.
 		return form{what: "local NAT64", prefix: localNAT64, closed: true, addrs: []embedded{
 			at(12), at(9),
 			{netip.AddrFrom4([4]byte{b[7], b[9], b[10], b[11]}), -1},

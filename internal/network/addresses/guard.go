@@ -7,10 +7,11 @@ import (
 	"sync/atomic"
 )
 
-// Owner knows the host's own addresses. Routes is the one that asks the kernel.
+// Owner knows the host's own addresses. Routes is the implementation that asks the
+// kernel.
 type Owner interface {
-	// Owns says whether packets to a stay on the host or go to all of a network,
-	// and in which words to say so. An error means that nobody knows.
+	// Owns says whether packets to a stay on the host, or go to all of a network. as
+	// describes that in words. An error means that the answer is unknown.
 	Owns(a netip.Addr) (owns bool, as string, err error)
 }
 
@@ -35,16 +36,16 @@ func (g *Guard) SetClosed(closed []netip.Prefix) {
 	g.closed.Store(&closed)
 }
 
-// Verdict is what is known of an address.
+// Verdict is the result of checking an address.
 type Verdict struct {
 	// Addr is the address, normalized.
 	Addr  netip.Addr
 	Class Class
 	// Range is the narrowest range that closes the address. A rule opens the address
-	// only if all that the rule covers lies within Range: who allows 10.0.0.0/8 opens
-	// neither the host's own address in it nor a cluster's, which are narrower, and
-	// who allows 0.0.0.0/0 opens nothing that is closed. Range is not valid if the
-	// address is open, or if no rule can open it.
+	// only if the whole range of the rule lies within Range. So a rule for 10.0.0.0/8
+	// opens neither the host's own address in it nor a cluster's, whose Ranges are
+	// narrower, and a rule for 0.0.0.0/0 opens no closed address. Range is not valid
+	// if the address is open, or if no rule can open it.
 	Range netip.Prefix
 	// Reason says why the address is closed, for a log; empty if it is open.
 	Reason string
@@ -58,8 +59,8 @@ func (v Verdict) OpenedBy(p netip.Prefix) bool {
 	return !v.Closed() || v.Range.IsValid() && p.IsValid() && p.Contains(v.Addr) && p.Bits() >= v.Range.Bits()
 }
 
-// Check says what an address is and whether it is closed. An address is closed if
-// the kernel cannot tell whether it is the host's.
+// Check classifies an address. If the kernel cannot tell whether the address is the
+// host's, it is closed.
 func (g *Guard) Check(addr netip.Addr) Verdict {
 	if !addr.IsValid() {
 		return Verdict{Class: Invalid, Reason: "it is not an address"}
@@ -85,9 +86,9 @@ func (g *Guard) Check(addr netip.Addr) Verdict {
 	return v
 }
 
-// close narrows the range that closes the address. The class of an address that
-// is special on every host stays, so that a node's range cannot make metadata look
-// like a service of the cluster.
+// close narrows the range that closes the address. The class of an address that is
+// special on every host stays, so that a node's range cannot make a metadata address
+// look like a service of the cluster.
 func (v *Verdict) close(c Class, by netip.Prefix, what string) {
 	if v.Closed() && by.Bits() <= v.Range.Bits() {
 		return
@@ -99,9 +100,9 @@ func (v *Verdict) close(c Class, by netip.Prefix, what string) {
 	}
 }
 
-// askHost closes the host's own addresses. Classes that never leave the host, or
-// that are closed address by address already, need no question; nor do link-local
-// addresses of IPv6, which nobody can dial without a zone.
+// askHost closes the host's own addresses. It does not ask about classes that never
+// leave the host, or whose addresses are closed one by one already. Nor does it ask
+// about link-local addresses of IPv6, which cannot be dialled without a zone.
 func (g *Guard) askHost(v *Verdict) {
 	switch v.Class {
 	case Public, Private, NodeRange, Reserved:
@@ -114,7 +115,7 @@ func (g *Guard) askHost(v *Verdict) {
 	}
 	for i, a := range append([]netip.Addr{v.Addr}, Embedded(v.Addr)...) {
 		if i > 0 && place(a).class == Unspecified {
-			continue // a wrong reading of local NAT64; others are closed already
+			continue // a wrong reading of local NAT64; other unspecified addresses are closed already
 		}
 		owns, as, err := g.host.Owns(a)
 		if err != nil {

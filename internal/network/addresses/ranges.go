@@ -6,15 +6,15 @@ import (
 	"strings"
 )
 
-// maxRanges bounds what a node's configuration may close, and maxPrefixText how
-// long one of them may be.
+// maxRanges bounds the number of ranges that a node's configuration may close.
+// maxPrefixText bounds the length of one range.
 const (
 	maxRanges     = 4096
 	maxPrefixText = 64
 )
 
-// ParsePrefix reads an address or a range in CIDR notation. It refuses what has
-// two meanings: bits beyond the prefix, zones, IPv4 written as IPv6.
+// ParsePrefix reads an address or a range in CIDR notation. It refuses ambiguous
+// text: bits beyond the prefix, zones, IPv4 written as IPv6.
 func ParsePrefix(text string) (netip.Prefix, error) {
 	if len(text) > maxPrefixText {
 		return netip.Prefix{}, fmt.Errorf("%.20q... has more than the %d characters of the longest address", text, maxPrefixText)

@@ -13,7 +13,7 @@ import (
 
 // Routes asks the kernel where packets to an address go, over one socket that stays
 // open. The socket belongs to the network namespace in which it was opened. Asking
-// takes write(2) and read(2) and no privilege, so that a process can open Routes,
+// takes only write(2) and read(2), and no privilege. So a process can open Routes,
 // lock itself down, and ask afterwards.
 type Routes struct {
 	mu  sync.Mutex // one question at a time; protects all following fields
@@ -24,14 +24,14 @@ type Routes struct {
 
 // OpenRoutes opens the socket.
 func OpenRoutes() (*Routes, error) {
-	// The kernel answers within write(2), so that a read never has to wait: one
-	// that would is an error, not a hang.
+	// The kernel answers within write(2), so a read never has to wait. A read that
+	// would wait is an error, not a hang.
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
 	if err != nil {
 		return nil, fmt.Errorf("open a routing socket: %w", os.NewSyscallError("socket", err))
 	}
 	kernel := &unix.SockaddrNetlink{Family: unix.AF_NETLINK}
-	// A connected netlink socket takes messages from its peer alone, the kernel.
+	// A connected netlink socket receives messages only from its peer, the kernel.
 	if err := errors.Join(os.NewSyscallError("bind", unix.Bind(fd, kernel)), os.NewSyscallError("connect", unix.Connect(fd, kernel))); err != nil {
 		_ = unix.Close(fd)
 		return nil, fmt.Errorf("open a routing socket: %w", err)
@@ -51,8 +51,8 @@ func (r *Routes) Close() error {
 	return os.NewSyscallError("close", err)
 }
 
-// Owns says whether a is an address of the host, or one that reaches all of a
-// network that the host is in. An address without a route is neither.
+// Owns says whether a is an address of the host, or an address that reaches all of a
+// network of the host. An address without a route is neither.
 func (r *Routes) Owns(a netip.Addr) (bool, string, error) {
 	kind, err := r.lookup(a)
 	if err != nil {
@@ -69,7 +69,7 @@ func (r *Routes) Owns(a netip.Addr) (bool, string, error) {
 	return false, "", nil
 }
 
-// lookup is the type of the route to a, or RTN_UNSPEC if there is none.
+// lookup returns the type of the route to a, or RTN_UNSPEC if no route exists.
 func (r *Routes) lookup(a netip.Addr) (byte, error) {
 	if !a.IsValid() {
 		return 0, errors.New("it is not an address")
@@ -91,7 +91,7 @@ func (r *Routes) lookup(a netip.Addr) (byte, error) {
 		}
 		if kind, ours, err := parseRoute(r.buf[:n], r.seq); ours || err != nil {
 			return kind, err
-		} // else it answers a question whose reader had failed
+		} // otherwise it answers an earlier question whose read had failed
 	}
 }
 
@@ -116,7 +116,7 @@ func routeRequest(a netip.Addr, seq uint32) []byte {
 	b = binary.NativeEndian.AppendUint16(b, unix.RTM_GETROUTE)
 	b = binary.NativeEndian.AppendUint16(b, unix.NLM_F_REQUEST)
 	b = binary.NativeEndian.AppendUint32(b, seq)
-	b = binary.NativeEndian.AppendUint32(b, 0) // the kernel knows whose socket it is
+	b = binary.NativeEndian.AppendUint32(b, 0) // the kernel knows the socket's port
 	b = append(b, family, byte(a.BitLen()))
 	b = append(b, make([]byte, unix.SizeofRtMsg-2)...)
 	b = binary.NativeEndian.AppendUint16(b, uint16(unix.SizeofRtAttr+len(dst)))
@@ -124,10 +124,11 @@ func routeRequest(a netip.Addr, seq uint32) []byte {
 	return append(b, dst...)
 }
 
-// rtmType is where an rtmsg has the type of its route.
+// rtmType is the offset of the route's type in an rtmsg.
 const rtmType = 7
 
-// parseRoute reads the kernel's answer. It is ours if it has the number of the question.
+// parseRoute reads the kernel's answer. The answer is ours if it has the sequence
+// number of the question.
 func parseRoute(b []byte, seq uint32) (kind byte, ours bool, err error) {
 	if len(b) < unix.SizeofNlMsghdr {
 		return 0, false, fmt.Errorf("the kernel's answer of %d bytes is cut off", len(b))
@@ -149,8 +150,8 @@ func parseRoute(b []byte, seq uint32) (kind byte, ours bool, err error) {
 	return 0, true, fmt.Errorf("the kernel answered with a message of type %d and %d bytes", what, len(body))
 }
 
-// routeError is nil for the ways in which the kernel says that there is no route:
-// none was found, an administrator forbids it, the host has no IPv6.
+// routeError is nil for the errors by which the kernel reports a missing route: no
+// route was found, an administrator forbids it, the host has no IPv6.
 func routeError(e unix.Errno) error {
 	switch e {
 	case unix.ENETUNREACH, unix.EHOSTUNREACH, unix.EACCES, unix.EOPNOTSUPP, unix.EAFNOSUPPORT:

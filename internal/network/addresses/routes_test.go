@@ -14,7 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// inNamespace runs fn on a thread of its own in a new network namespace. Both end with it.
+// inNamespace runs fn on a thread of its own in a new network namespace. Both end
+// with fn.
 func inNamespace(t *testing.T, fn func()) {
 	t.Helper()
 	done := make(chan error)
@@ -40,7 +41,7 @@ func attr(kind uint16, value []byte) []byte {
 	return append(b, make([]byte, -len(b)&3)...)
 }
 
-// rtnetlink has the kernel change the thread's network namespace.
+// rtnetlink asks the kernel to change the thread's network namespace.
 func rtnetlink(t *testing.T, kind uint16, flags uint16, body ...[]byte) {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_ROUTE)
@@ -65,7 +66,7 @@ func rtnetlink(t *testing.T, kind uint16, flags uint16, body ...[]byte) {
 	}
 }
 
-// up switches the interface with this index on.
+// up brings up the interface with this index.
 func up(t *testing.T, index uint32) {
 	t.Helper()
 	info := make([]byte, unix.SizeofIfInfomsg)
@@ -87,7 +88,8 @@ func give(t *testing.T, index uint32, prefix string) {
 	rtnetlink(t, unix.RTM_NEWADDR, unix.NLM_F_CREATE, msg, attr(unix.IFA_LOCAL, p.Addr().AsSlice()), attr(unix.IFA_ADDRESS, p.Addr().AsSlice()))
 }
 
-// TestRoutes: the kernel tells which addresses are the host's, public ones too.
+// TestRoutes: the kernel tells which addresses belong to the host, including public
+// ones.
 func TestRoutes(t *testing.T) {
 	inNamespace(t, func() {
 		rtnetlink(t, unix.RTM_NEWLINK, unix.NLM_F_CREATE, make([]byte, unix.SizeofIfInfomsg), attr(unix.IFLA_LINKINFO, attr(unix.IFLA_INFO_KIND, []byte("veth"))))
@@ -103,8 +105,8 @@ func TestRoutes(t *testing.T) {
 			return
 		}
 		g := NewGuard(r, nil)
-		// The kernel makes the route of an address of IPv6 a little later, and tells
-		// nobody.
+		// The kernel makes the route of an IPv6 address a little later, and has no
+		// event for it.
 		for begin := time.Now(); g.Check(netip.MustParseAddr("2606:2800:220:1::34")).Class != Host && time.Since(begin) < time.Minute; {
 			time.Sleep(time.Millisecond)
 		}
@@ -144,7 +146,7 @@ func TestRoutes(t *testing.T) {
 	})
 }
 
-// FuzzParseRoute: no message makes the parser fail otherwise than by an error.
+// FuzzParseRoute: every message is parsed, or refused with an error.
 func FuzzParseRoute(f *testing.F) {
 	f.Add(routeRequest(netip.MustParseAddr("1.2.3.4"), 1), uint32(1))
 	f.Add(routeRequest(netip.MustParseAddr("::1"), 1), uint32(2))

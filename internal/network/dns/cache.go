@@ -7,32 +7,33 @@ import (
 	"time"
 )
 
-// question is what one upstream is asked, and the key of the cache.
+// question is a question to one upstream, and the key of the cache.
 type question struct {
 	name   string
 	family Family
 }
 
-// reply is what one upstream said about one question: the part of its message that is about
-// the asked name. Records about other names are not in it, so they are neither kept nor told.
+// reply is the answer of one upstream to one question: the part of its message that
+// concerns the name asked for. Records of other names are left out, so they are
+// neither kept nor passed on.
 type reply struct {
 	aliases  []string
 	addrs    []netip.Addr
 	notFound bool
-	// open is set if the last alias has to be asked for in its turn.
+	// open is set if the last alias has to be asked for in turn.
 	open bool
 	// failed is set if no upstream answered.
 	failed  bool
 	expires time.Time
 }
 
-// cache keeps replies until they expire, and at most size of them: the one that was not used
-// for longest goes first.
+// cache keeps replies until they expire. It keeps at most size replies, and drops the
+// least recently used one first.
 type cache struct {
 	size int
 
 	mu      sync.Mutex
-	entries map[question]*list.Element // mu protects it, and order
+	entries map[question]*list.Element // mu protects it and order
 	order   *list.List                 // of cached, most recently used first
 }
 
@@ -61,9 +62,14 @@ func (c *cache) get(q question, now time.Time) (reply, bool) {
 	return entry.reply, true
 }
 
-func (c *cache) put(q question, r reply) {
+// put keeps a reply if it is current, which is asked while nobody clears the cache: whoever
+// clears it makes what was asked before not current first.
+func (c *cache) put(q question, r reply, current func() bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if !current() {
+		return
+	}
 	if element, ok := c.entries[q]; ok {
 		element.Value.(*cached).reply = r
 		c.order.MoveToFront(element)
@@ -75,7 +81,7 @@ func (c *cache) put(q question, r reply) {
 	}
 }
 
-// remove takes an entry out. The caller holds c.mu.
+// remove removes an entry. The caller holds c.mu.
 func (c *cache) remove(element *list.Element) {
 	c.order.Remove(element)
 	delete(c.entries, element.Value.(*cached).question)

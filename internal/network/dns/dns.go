@@ -1,10 +1,11 @@
-// Package dns is the resolver that sandboxes speak to: it parses their questions, asks the
-// configured upstreams, keeps a cache that the sandboxes of one process share, and bounds
-// what each sandbox may ask. It has no policy of its own: an Asker decides which names a
-// sandbox may resolve, and learns the addresses before the sandbox does.
+// Package dns is the resolver that sandboxes speak to. It parses their questions,
+// asks the configured upstreams, keeps a cache that the sandboxes of one process
+// share, and bounds the questions of each sandbox. It has no policy of its own: an
+// Asker decides which names a sandbox may resolve, and learns the addresses before
+// the sandbox does.
 //
-// Nothing that an upstream or a sandbox sent is passed on. Every message, in both
-// directions, is parsed and built anew from the few record types that are understood:
+// No message of an upstream or a sandbox is passed on. Every message, in both
+// directions, is parsed and built anew from the few supported record types:
 //
 //	question                      answer
 //	A, AAAA of an allowed name    the addresses, with the aliases (CNAME) that led to them
@@ -27,11 +28,11 @@ import (
 	"golang.org/x/net/dns/dnsmessage"
 )
 
-// Bounds on what an upstream can make the resolver do.
+// Bounds on the work that an upstream can cause.
 const (
 	maxAliases   = 16  // aliases between a name and its addresses
 	maxAddresses = 64  // addresses kept of one answer; further ones are dropped
-	maxRecords   = 512 // records of one answer that are looked at
+	maxRecords   = 512 // records of one answer that are read
 
 	// udpSize is the size of datagrams that pass every path unfragmented (dnsflagday.net).
 	udpSize = 1232
@@ -39,12 +40,12 @@ const (
 	maxQuery = 1024
 )
 
-// Bounds on how long answers are kept, whatever their TTL says.
+// Bounds on how long answers are kept, whatever their TTL.
 const (
 	minTTL         = 5 * time.Second
 	maxTTL         = time.Hour
 	maxNegativeTTL = 5 * time.Minute
-	failureTTL     = time.Second // RFC 9520: failures are remembered too
+	failureTTL     = time.Second // RFC 9520: failures are kept, too
 )
 
 // Family selects A or AAAA records.
@@ -63,43 +64,50 @@ func (f Family) recordType() dnsmessage.Type {
 	return dnsmessage.TypeA
 }
 
-// Answer is what the upstreams say about the addresses of one name.
+// Answer is the answer of the upstreams about the addresses of one name.
 type Answer struct {
-	// Aliases leads from the asked name to the owner of Addrs, without the asked name.
+	// Aliases are the names from the name asked for, without it, to the owner of
+	// Addrs.
 	Aliases []string
 	Addrs   []netip.Addr
-	// NotFound is set if the name does not exist, in contrast to one without addresses.
+	// NotFound is set if the name does not exist. It is not set for a name without
+	// addresses.
 	NotFound bool
-	// Internal is set if the name and all its aliases are below internal domains, so that
-	// the addresses are the word of upstreams an administrator has named for them.
+	// Internal is set if the name and all its aliases are below internal domains. The
+	// addresses then come from the upstreams that an administrator has named for
+	// them.
 	Internal bool
-	// Expires is when the answer is to be asked for again.
+	// Expires is when the question has to be asked again.
 	Expires time.Time
 }
 
-// Asker is the sandbox on whose behalf names are resolved.
+// Asker is the sandbox for which names are resolved.
 type Asker interface {
-	// MayResolve decides about a name before any upstream hears of it.
+	// MayResolve decides about a name before any upstream learns of it.
 	MayResolve(name string) Verdict
-	// MayAlias decides whether a name that MayResolve has allowed may lead to an alias.
+	// MayAlias decides whether alias may be an alias of a name that MayResolve has
+	// allowed.
 	MayAlias(name, alias string) bool
-	// Resolved learns an answer before the sandbox does. It returns the addresses that the
-	// sandbox is told, and why others are kept back; without any, the question is refused.
+	// Resolved learns an answer before the sandbox does. It returns the addresses
+	// that the sandbox gets, and why it keeps others back. If it returns no
+	// addresses, the question is refused.
 	Resolved(name string, answer Answer) (addrs []netip.Addr, kept string)
-	// Refused is told of each question that was refused, with the reason. The detail is
-	// empty, the alias that was not allowed, what is wrong with aliases, or what Resolved said.
+	// Refused is called for each refused question, with the reason. The detail is
+	// empty, the alias that was not allowed, the problem with the aliases, or the
+	// second result of Resolved.
 	Refused(name string, reason Reason, detail string)
 }
 
 // Verdict says whether a name may be resolved.
 type Verdict struct {
 	Allowed bool
-	// Wildcard is the pattern that allowed the name, if it allows others too. The number of
-	// names that a sandbox asks for below one pattern is bounded (Limits).
+	// Wildcard is the pattern that allowed the name, if the pattern allows other
+	// names, too. The number of names that a sandbox may ask for below one pattern is
+	// bounded (Limits).
 	Wildcard string
 }
 
-// Reason says why a question was refused.
+// Reason is why a question was refused.
 type Reason string
 
 // The reasons for refused questions.
@@ -115,7 +123,7 @@ const (
 	ReasonAddresses Reason = "only closed addresses"
 )
 
-// Errors of lookups. ErrAlias and ErrFailed are what a sandbox sees as SERVFAIL.
+// Errors of lookups. A sandbox sees ErrAlias and ErrFailed as SERVFAIL.
 var (
 	ErrAlias  = errors.New("aliases loop, are too many, or lead into an internal domain")
 	ErrFailed = errors.New("no DNS upstream answered")

@@ -6,19 +6,20 @@ import (
 	"sync"
 )
 
-// DefaultFlights is how many questions upstreams are asked at one time. Each has a socket and
-// some 20 KiB.
+// DefaultFlights is how many questions to upstreams may be under way at once. Each
+// takes a socket and some 20 KiB.
 const DefaultFlights = 1024
 
-// flights bounds the questions under way. Names whose servers never answer keep theirs for
-// lookupTimeout, so there is not always a free one: then a client with few takes one from the
-// client with the most. So each finds one, as long as there are no more clients than flights.
+// flights bounds the questions under way. A name whose servers never answer occupies
+// a flight for lookupTimeout, so all flights may be taken. Then a client with few
+// flights takes one from the client with the most. So each client gets a flight, as
+// long as there are no more clients than flights.
 type flights struct {
 	most int
 
 	mu  sync.Mutex
 	all int                   // mu protects it and all following fields
-	own map[*Client][]*flight // the oldest first; without clients that have none
+	own map[*Client][]*flight // the oldest first; clients without flights are left out
 }
 
 // flight is one question under way.
@@ -27,8 +28,9 @@ type flight struct {
 	cancel context.CancelCauseFunc
 }
 
-// begin takes a flight for a client, and returns nil if it has its share. cancel ends the
-// flight with ErrLimit when it is taken away; it is called with a mutex held.
+// begin takes a flight for a client. It returns nil if the client has its full share.
+// If another client takes the flight away, cancel is called with ErrLimit and ends
+// it. It is called with a mutex held.
 func (f *flights) begin(c *Client, cancel context.CancelCauseFunc) *flight {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -47,8 +49,9 @@ func (f *flights) begin(c *Client, cancel context.CancelCauseFunc) *flight {
 	return n
 }
 
-// takeFor ends the oldest flight of the client with the most, unless c would then have more. It
-// is the one that is least likely to be answered. The caller holds f.mu.
+// takeFor ends the oldest flight of the client with the most flights, unless c would
+// then have more. The oldest flight is the least likely to be answered. The caller
+// holds f.mu.
 func (f *flights) takeFor(c *Client) bool {
 	var most []*flight
 	for _, list := range f.own {
@@ -64,14 +67,15 @@ func (f *flights) takeFor(c *Client) bool {
 	return true
 }
 
-// end gives a flight back, if it was not taken away.
+// end returns a flight, unless it was taken away.
 func (f *flights) end(n *flight) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.remove(n)
 }
 
-// remove takes a flight out that may be out already. The caller holds f.mu.
+// remove removes a flight, which may have been removed already. The caller holds
+// f.mu.
 func (f *flights) remove(n *flight) {
 	at := slices.Index(f.own[n.client], n)
 	if at < 0 {

@@ -30,8 +30,8 @@ func stuck(t *testing.T, flights int) *Resolver {
 	})
 }
 
-// TestDeadNames: sandboxes that ask for names whose servers never answer, as many as they may,
-// keep no other sandbox from being answered at once.
+// TestDeadNames: sandboxes with as many questions as allowed, for names whose servers
+// never answer, do not delay the answers of another sandbox.
 func TestDeadNames(t *testing.T) {
 	for _, greedy := range []int{4, 40, 200} {
 		t.Run(fmt.Sprint(greedy, " sandboxes"), func(t *testing.T) {
@@ -69,7 +69,8 @@ func TestDeadNames(t *testing.T) {
 	}
 }
 
-// TestQuestionsThatAreGivenUp: a question goes on when nobody waits for it, and counts meanwhile.
+// TestQuestionsThatAreGivenUp: a question goes on when its client has given up, and
+// counts meanwhile.
 func TestQuestionsThatAreGivenUp(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := stuck(t, 0)
@@ -88,8 +89,8 @@ func TestQuestionsThatAreGivenUp(t *testing.T) {
 	})
 }
 
-// TestBoundOfAnother: a question that another sandbox was not allowed to ask any more is this
-// one's to ask.
+// TestBoundOfAnother: a question that failed at the limit of another sandbox can be asked
+// by this one.
 func TestBoundOfAnother(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := stuck(t, 0)
@@ -104,8 +105,9 @@ func TestBoundOfAnother(t *testing.T) {
 	})
 }
 
-// TestWildcardBoundOfForks: a fork goes on with what its source has used of the bound. Names
-// that it knows from there are free, and another wording of the pattern changes nothing.
+// TestWildcardBoundOfForks: a fork continues its source's count against the limit.
+// Names that the source has resolved do not count again, and rewording the pattern
+// does not reset the count.
 func TestWildcardBoundOfForks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := stuck(t, 0)

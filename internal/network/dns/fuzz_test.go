@@ -10,8 +10,8 @@ import (
 	"golang.org/x/net/dns/dnsmessage"
 )
 
-// FuzzServe gives a sandbox's message to the resolver: the answer, if there is one, is a
-// well-formed response to it that fits.
+// FuzzServe passes a sandbox's message to the resolver. An answer, if there is one,
+// is a well-formed response to the message and fits its size.
 func FuzzServe(f *testing.F) {
 	zone := records{"allowed.test. A": {addrRecord("allowed.test.", "203.0.113.1", 60)}}
 	up := &played{answer: zone.reply}
@@ -45,8 +45,8 @@ func FuzzServe(f *testing.F) {
 	})
 }
 
-// FuzzMessage gives an upstream's message to the parser: what is believed of it is bounded, and
-// about the asked name only.
+// FuzzMessage passes an upstream's message to the parser. The accepted part is
+// bounded, and concerns only the name asked for.
 func FuzzMessage(f *testing.F) {
 	a := asked{id: 7, name: dnsmessage.MustNewName("a.test."), typ: dnsmessage.TypeA}
 	q := ask("a.test.", dnsmessage.TypeA)

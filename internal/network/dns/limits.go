@@ -8,21 +8,23 @@ import (
 	"time"
 )
 
-// Limits bound what one sandbox asks.
+// Limits bound the questions of one sandbox.
 type Limits struct {
 	// Rate and Burst bound queries per second.
 	Rate, Burst int
-	// Pending bounds the queries that wait for upstreams at one time: a name whose servers
-	// never answer must not take all the room that the sandboxes of a process share.
+	// Pending bounds the queries that wait for upstreams at once. Otherwise names
+	// whose servers never answer could take all the room that the sandboxes of a
+	// process share.
 	Pending int
-	// WildcardNames and WildcardBytes bound the different names below one wildcard, and the
-	// sum of their lengths, that are asked for within WildcardWindow: names are a way to send
-	// data to whoever runs the domain's servers.
+	// WildcardNames and WildcardBytes bound the number of different names below one
+	// wildcard, and the sum of their lengths, that are asked for within
+	// WildcardWindow. Without these bounds, names would be a way to send data to the
+	// operator of the domain's servers.
 	WildcardNames, WildcardBytes int
 	WildcardWindow               time.Duration
 }
 
-// DefaultLimits let package managers and browsers work.
+// DefaultLimits are enough for package managers and browsers.
 func DefaultLimits() Limits {
 	return Limits{Rate: 100, Burst: 400, Pending: 64, WildcardNames: 128, WildcardBytes: 8 << 10, WildcardWindow: 10 * time.Minute}
 }
@@ -33,39 +35,41 @@ type meter struct {
 
 	mu        sync.Mutex
 	tokens    float64              // mu protects it and all following fields
-	refilled  time.Time            // when tokens was right
+	refilled  time.Time            // when tokens was last computed
 	pending   int                  // queries that wait for upstreams
 	wildcards map[string]*wildcard // by pattern
-	// inherited are names that the source had resolved; they are free until freeUntil.
+	// inherited are names that the source had resolved. They do not count until
+	// freeUntil.
 	inherited map[string]struct{}
 	freeUntil time.Time
 }
 
-// wildcard is what was asked for below one pattern since began.
+// wildcard counts the names asked for below one pattern since began.
 type wildcard struct {
 	began time.Time
 	names map[string]struct{}
-	count int // of names, and of those that the source had asked for
+	count int // names, including those that the source had asked for
 	bytes int
-	// inherited is set if the source has begun it.
+	// inherited is set if the source has begun the count.
 	inherited bool
 }
 
-// WildcardUse is what was asked for below one pattern since Began. The bound is of a sandbox
-// with all that it continues from: else every fork could send as much again.
+// WildcardUse is the use of one pattern since Began. The bound covers a sandbox
+// together with all sandboxes that it continues from. Otherwise every fork could send
+// as much data again.
 type WildcardUse struct {
 	Pattern      string
 	Began        time.Time
 	Names, Bytes int
 }
 
-// inherit begins with what the source has used.
+// inherit starts with the uses of the source.
 func (m *meter) inherit(uses []WildcardUse, names []string, now time.Time) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for _, u := range uses {
 		if u.Began.After(now) {
-			u.Began = now // of a clock that was ahead
+			u.Began = now // the source's clock was ahead
 		}
 		if now.Sub(u.Began) >= m.limits.WildcardWindow {
 			continue
@@ -84,7 +88,7 @@ func (m *meter) inherit(uses []WildcardUse, names []string, now time.Time) {
 	}
 }
 
-// uses are those whose window has not passed, in an order that does not vary.
+// uses returns the uses whose window has not passed, in a stable order.
 func (m *meter) uses(now time.Time) (out []WildcardUse) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -114,7 +118,7 @@ func (m *meter) query(now time.Time) bool {
 	return true
 }
 
-// begin takes one of the queries that may wait at one time, and end gives it back.
+// begin takes one of the queries that may wait at once. end returns it.
 func (m *meter) begin() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -131,8 +135,9 @@ func (m *meter) end() {
 	m.pending--
 }
 
-// begun is what a pattern that is new begins with. A fork's policy may say in other words what
-// its source's said: then that has begun it. The caller holds m.mu.
+// begun returns the initial count of a new pattern. A fork's policy may word a rule
+// of its source's policy differently; then the count continues the source's. The
+// caller holds m.mu.
 func (m *meter) begun(pattern string, now time.Time) *wildcard {
 	w := &wildcard{began: now, names: make(map[string]struct{})}
 	domain := domainOf(pattern)
@@ -144,7 +149,7 @@ func (m *meter) begun(pattern string, now time.Time) *wildcard {
 	return w
 }
 
-// domainOf is the domain of a rule with a wildcard, without protocol and port.
+// domainOf returns the domain of a wildcard rule, without protocol and port.
 func domainOf(pattern string) string {
 	if _, rest, ok := strings.Cut(pattern, "://"); ok {
 		pattern = rest
@@ -153,7 +158,8 @@ func domainOf(pattern string) string {
 	return strings.TrimPrefix(host, "*.")
 }
 
-// name counts a name below a pattern. One that was asked for within the window is free.
+// name counts a name below a pattern. A name that was asked for within the window
+// does not count again.
 func (m *meter) name(pattern, name string, now time.Time) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -162,7 +168,7 @@ func (m *meter) name(pattern, name string, now time.Time) bool {
 		if m.wildcards == nil {
 			m.wildcards = make(map[string]*wildcard)
 		}
-		for other, w := range m.wildcards { // patterns come and go with policies
+		for other, w := range m.wildcards { // patterns change with policies
 			if now.Sub(w.began) >= m.limits.WildcardWindow {
 				delete(m.wildcards, other)
 			}

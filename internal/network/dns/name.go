@@ -13,9 +13,9 @@ const (
 	maxLabel = 63
 )
 
-// CanonicalName returns a host name in the one form that names are compared in: lower case,
-// no final dot. It accepts letters, digits, hyphens and underscores; a name that reads as an
-// address is none.
+// CanonicalName returns a host name in the form in which names are compared: lower
+// case, no final dot. It accepts letters, digits, hyphens and underscores. It refuses
+// names that read as an address.
 func CanonicalName(name string) (string, error) {
 	name = strings.TrimSuffix(name, ".")
 	if name == "" || len(name) > maxName {
@@ -47,9 +47,10 @@ func CanonicalName(name string) (string, error) {
 	return strings.ToLower(name), nil
 }
 
-// looksLikeAddress is true for what C libraries parse as an IPv4 address instead of resolving
-// it: dotted quads, but also 2130706433, 0x7f.1 and 017700000001. The WHATWG URL standard
-// decides by the last label: a number there makes the host an address.
+// looksLikeAddress is true for names that C libraries parse as an IPv4 address
+// instead of resolving them: dotted quads, but also 2130706433, 0x7f.1 and
+// 017700000001. The WHATWG URL standard decides by the last label: a number there
+// makes the host an address.
 func looksLikeAddress(name string) bool {
 	if _, err := netip.ParseAddr(name); err == nil {
 		return true
@@ -70,14 +71,14 @@ func canonical(name dnsmessage.Name) (string, error) {
 	return CanonicalName(name.String())
 }
 
-// wireName returns a canonical name as messages have it.
+// wireName returns a canonical name in the form of messages.
 func wireName(name string) dnsmessage.Name {
 	// A canonical name has at most 253 bytes, and NewName refuses only more than 255.
 	n, _ := dnsmessage.NewName(name + ".")
 	return n
 }
 
-// below reports whether name is domain, or a name under it.
+// below reports whether name is domain or below it.
 func below(name, domain string) bool {
 	rest, ok := strings.CutSuffix(name, domain)
 	return ok && (rest == "" || strings.HasSuffix(rest, "."))

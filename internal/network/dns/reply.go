@@ -11,25 +11,28 @@ import (
 	"golang.org/x/net/dns/dnsmessage"
 )
 
-// errForeign is a message that does not answer the question that was asked.
+// errForeign says that a message does not answer the question that was asked.
 var errForeign = errors.New("message does not answer the question")
 
-// asked is one question as it was sent to an upstream.
+// asked is one question in the form sent to an upstream.
 type asked struct {
 	id   uint16
-	name dnsmessage.Name // with the mixed case that it was sent with
-	// exact demands that name comes back byte for byte (draft-vixie-dnsext-dns0x20).
+	name dnsmessage.Name // in the mixed case in which it was sent
+	// exact requires that the answer repeats name byte for byte
+	// (draft-vixie-dnsext-dns0x20).
 	exact bool
 	typ   dnsmessage.Type
 }
 
-// message is an upstream's answer, parsed and bounded, before it is known what of it counts.
+// message is an upstream's answer, parsed and bounded, before its relevant parts are
+// chosen.
 type message struct {
 	header dnsmessage.Header
-	// aliases and addrs are the records of the answer section by their owner.
+	// aliases and addrs are the records of the answer section, by owner.
 	aliases map[string]alias
 	addrs   map[string][]address
-	// soa is the bound that the zone sets on negative answers; without one it is 0.
+	// soa is the zone's bound on the lifetime of negative answers; 0 without a SOA
+	// record.
 	soa    time.Duration
 	hasSOA bool
 }
@@ -44,8 +47,8 @@ type address struct {
 	ttl  uint32
 }
 
-// parseMessage reads an upstream's message. An error that wraps errForeign says that it may be
-// someone else's, and that the right one may still come.
+// parseMessage reads an upstream's message. An error that wraps errForeign says that
+// the message may come from somewhere else, and that the right one may still come.
 func parseMessage(raw []byte, a asked) (message, error) {
 	var p dnsmessage.Parser
 	header, err := p.Start(raw)
@@ -71,7 +74,7 @@ func parseMessage(raw []byte, a asked) (message, error) {
 	}
 	m := message{header: header}
 	if header.Truncated {
-		return m, nil // what is in it is asked for again over TCP
+		return m, nil // the question is asked again over TCP
 	}
 	if err := m.parseAnswers(&p, a.typ); err != nil {
 		return message{}, err
@@ -134,15 +137,16 @@ func (m *message) parseRecord(p *dnsmessage.Parser, owner string, h dnsmessage.R
 		}
 		addr = netip.AddrFrom16(r.AAAA)
 	}
-	// An IPv4 address in an AAAA record is a way around checks of addresses, and nothing else.
+	// An IPv4 address in an AAAA record serves only to evade checks of addresses.
 	if !addr.Is4In6() && len(m.addrs[owner]) < maxAddresses {
 		m.addrs[owner] = append(m.addrs[owner], address{addr: addr, ttl: h.TTL})
 	}
 	return nil
 }
 
-// parseAuthority looks for the SOA record of a zone that the name can be in, which bounds how
-// long a negative answer is kept (RFC 2308 §5). A section that is malformed has none.
+// parseAuthority looks for the SOA record of a zone that can contain the name. The
+// record bounds how long a negative answer is kept (RFC 2308 §5). In a malformed
+// section it finds none.
 func (m *message) parseAuthority(p *dnsmessage.Parser, name dnsmessage.Name) {
 	names := []string{}
 	if n, err := canonical(name); err == nil {
@@ -175,8 +179,8 @@ func (m *message) parseAuthority(p *dnsmessage.Parser, name dnsmessage.Name) {
 	}
 }
 
-// reply follows the aliases in a message from name, as far as the upstream that sent it is the
-// one to ask for them. Records that this path does not touch are dropped.
+// reply follows the aliases in a message from name, as long as the upstream that sent
+// the message is responsible for them. It drops all other records.
 func (m *message) reply(name string, competent func(name string) bool, now time.Time) (reply, error) {
 	r := reply{}
 	ttl := maxTTL
@@ -210,13 +214,13 @@ func (m *message) reply(name string, competent func(name string) bool, now time.
 	case len(r.addrs) > 0:
 		r.expires = now.Add(max(ttl, minTTL))
 	case len(r.aliases) > 0 && !r.notFound && !m.hasSOA:
-		// The upstream went no further than the alias.
+		// The upstream did not follow the alias.
 		r.open = true
 		r.expires = now.Add(max(ttl, minTTL))
 	case m.hasSOA:
 		r.expires = now.Add(min(m.soa, ttl, maxNegativeTTL))
 	default:
-		r.expires = now // RFC 2308 §5: without SOA it is not kept
+		r.expires = now // RFC 2308 §5: without SOA the answer is not kept
 	}
 	return r, nil
 }

@@ -15,35 +15,36 @@ import (
 
 const (
 	defaultCacheSize = 4096
-	// maxTries is how often a question is tried again that somebody else had begun, who was
-	// at a bound of his own.
+	// maxTries is how often a question is asked again if the client that had begun it
+	// reached its own limit.
 	maxTries = 8
 )
 
-// Upstreams are the servers that names are asked for.
+// Upstreams are the servers that the resolver asks.
 type Upstreams struct {
-	// Default answers for every name that is not below a domain of Internal.
+	// Default serves every name that is not below a domain of Internal.
 	Default []netip.AddrPort
-	// Internal has domains with upstreams of their own. They alone are asked for names below
-	// it, and nobody else's word about these names counts.
+	// Internal maps domains to upstreams of their own. Only these are asked for names
+	// in the domain, and no other server is believed about them.
 	Internal map[string][]netip.AddrPort
 }
 
-// Config is what a Resolver is made with.
+// Config configures a Resolver.
 type Config struct {
 	Upstreams Upstreams
-	// Dial opens connections to upstreams; nil is the host's network.
+	// Dial opens connections to upstreams; nil uses the host's network.
 	Dial DialFunc
-	// CacheSize bounds the answers that are kept; 0 is 4096.
+	// CacheSize bounds the number of kept answers; 0 is 4096.
 	CacheSize int
-	// Flights bounds the questions that upstreams are asked at one time; 0 is DefaultFlights.
+	// Flights bounds the questions to upstreams under way at once; 0 is
+	// DefaultFlights.
 	Flights int
-	// MixCase makes forged answers harder with servers that keep the case of names. Some
-	// forwarders do not, and their answers are then lost.
+	// MixCase makes it harder to forge answers of servers that preserve the case of
+	// names. Some forwarders do not preserve it, and their answers are then lost.
 	MixCase bool
 }
 
-// Resolver asks upstreams, and keeps what they said, for all sandboxes of a process.
+// Resolver asks upstreams, and keeps their answers, for all sandboxes of a process.
 type Resolver struct {
 	exchanger exchanger
 	cache     *cache
@@ -51,7 +52,7 @@ type Resolver struct {
 	group     singleflight.Group
 	flights   flights
 
-	// closed ends flights; they outlive the lookups that began them.
+	// closed ends flights. They outlive the lookups that began them.
 	closed context.Context
 	close  context.CancelFunc
 }
@@ -85,10 +86,10 @@ func New(config Config) (*Resolver, error) {
 	return r, nil
 }
 
-// Close ends all questions that are under way.
+// Close ends all questions under way.
 func (r *Resolver) Close() { r.close() }
 
-// SetUpstreams replaces the upstreams, and forgets what the old ones said.
+// SetUpstreams replaces the upstreams, and drops the answers of the old ones.
 func (r *Resolver) SetUpstreams(u Upstreams) error {
 	zones := []*zone{{upstreams: slices.Clone(u.Default)}}
 	for domain, upstreams := range u.Internal {
@@ -116,24 +117,25 @@ func (r *Resolver) SetUpstreams(u Upstreams) error {
 // Internal reports whether a canonical name is below a domain that is internal now.
 func (r *Resolver) Internal(name string) bool { return zoneOf(*r.zones.Load(), name).internal() }
 
-// zoneOf returns the zone of a name, among the given ones.
+// zoneOf returns the zone of a name among zones.
 func zoneOf(zones []*zone, name string) *zone {
 	for _, z := range zones {
 		if z.domain == "" || below(name, z.domain) {
 			return z
 		}
 	}
-	return nil // the last zone has every name
+	return nil // unreachable: the last zone contains every name
 }
 
-// Lookup returns the addresses of a canonical name. It follows aliases that an upstream did
-// not follow. A name without addresses, or that does not exist, is no error.
+// Lookup returns the addresses of a canonical name. It follows the aliases that an
+// upstream did not follow. A name that has no addresses, or does not exist, is no
+// error.
 func (r *Resolver) Lookup(ctx context.Context, name string, family Family) (Answer, error) {
 	return r.lookup(ctx, nil, name, family)
 }
 
-// lookup is Lookup on behalf of a client. The error is ErrLimit if that has too many questions
-// under way, which may outlive the lookups that began them.
+// lookup is Lookup for a client. The error is ErrLimit if the client has too many
+// questions under way. These may outlive the lookups that began them.
 func (r *Resolver) lookup(ctx context.Context, client *Client, name string, family Family) (Answer, error) {
 	zones := *r.zones.Load()
 	answer := Answer{Internal: true}
@@ -160,7 +162,8 @@ func (r *Resolver) lookup(ctx context.Context, client *Client, name string, fami
 		}
 		current = rep.aliases[len(rep.aliases)-1]
 		next := zoneOf(zones, current)
-		// Whoever owns a public name must not learn, or reach, what is behind an internal one.
+		// The owner of a public name must neither learn nor reach the addresses
+		// behind an internal name.
 		if next.internal() && !z.internal() {
 			return Answer{}, fmt.Errorf("resolve %s: alias %s: %w", name, current, ErrAlias)
 		}
@@ -169,14 +172,15 @@ func (r *Resolver) lookup(ctx context.Context, client *Client, name string, fami
 	return Answer{}, fmt.Errorf("resolve %s: %w", name, ErrAlias)
 }
 
-// ask returns one upstream's word about one question, from the cache if it is there. Equal
-// questions to the same upstreams are asked once, for the client that was first.
+// ask returns one upstream's answer to one question, from the cache if it is there.
+// Equal questions to the same upstreams are asked once, for the first client.
 func (r *Resolver) ask(ctx context.Context, client *Client, zones []*zone, q question) (reply, error) {
 	if rep, ok := r.cache.get(q, time.Now()); ok {
 		return rep, rep.err(q)
 	}
-	// Answers of upstreams that were replaced meanwhile are not for those who ask the new ones.
-	// The flight has the zones, so that no others get their address while it lasts.
+	// Answers of replaced upstreams must not reach clients of the new ones. So the
+	// key contains the address of the zones. The flight keeps the zones alive, so
+	// that the address is not reused meanwhile.
 	key := fmt.Sprintf("%s %v %p", q.name, q.family.recordType(), zones[0])
 	for try := 1; ; try++ {
 		var first atomic.Bool
@@ -189,7 +193,7 @@ func (r *Resolver) ask(ctx context.Context, client *Client, zones []*zone, q que
 			return reply{}, fmt.Errorf("resolve %s: %w", q.name, ctx.Err())
 		case got := <-result:
 			if errors.Is(got.Err, ErrLimit) && !first.Load() && try < maxTries {
-				continue // another client's bound is not this one's
+				continue // another client's limit does not apply to this one
 			}
 			if got.Err != nil {
 				return reply{}, got.Err
@@ -200,7 +204,8 @@ func (r *Resolver) ask(ctx context.Context, client *Client, zones []*zone, q que
 	}
 }
 
-// fly asks the upstreams, and keeps what they said unless they were replaced meanwhile.
+// fly asks the upstreams, and keeps their answer unless the upstreams were replaced
+// meanwhile.
 func (r *Resolver) fly(client *Client, zones []*zone, q question) (reply, error) {
 	ctx, takeAway := context.WithCancelCause(r.closed)
 	defer takeAway(nil)
@@ -229,13 +234,11 @@ func (r *Resolver) fly(client *Client, zones []*zone, q question) (reply, error)
 	} else if err != nil {
 		return reply{}, err
 	}
-	if current := *r.zones.Load(); &current[0] == &zones[0] {
-		r.cache.put(q, rep)
-	}
+	r.cache.put(q, rep, func() bool { current := *r.zones.Load(); return &current[0] == &zones[0] })
 	return rep, nil
 }
 
-// err is what a remembered failure is reported as.
+// err is the error for a kept failure.
 func (r reply) err(q question) error {
 	if r.failed {
 		return fmt.Errorf("resolve %s: %w", q.name, ErrFailed)

@@ -90,7 +90,7 @@ func TestLookup(t *testing.T) {
 			{name: "chain19.test", want: Answer{Aliases: []string{"chain20.test"}, NotFound: true}},
 			{name: "smuggled.test", want: Answer{Addrs: addrs("203.0.113.4")}},
 			{name: "onlyothers.test"},
-			{name: "bank.test", want: Answer{Addrs: addrs("203.0.113.5")}}, // and not what smuggled.test said of it
+			{name: "bank.test", want: Answer{Addrs: addrs("203.0.113.5")}}, // not the record that came with smuggled.test
 			{name: "mapped.test", family: IPv6, want: Answer{Addrs: addrs("2001:db8::2")}},
 			{name: "twice.test", want: Answer{Addrs: addrs("203.0.113.6")}},
 			{name: "into.test", err: ErrAlias},
@@ -134,7 +134,7 @@ func TestForgedDatagrams(t *testing.T) {
 	forgeries := map[string]func(dnsmessage.Message) []byte{
 		"id":           forge(func(m *dnsmessage.Message) { m.ID++ }),
 		"name":         forge(func(m *dnsmessage.Message) { m.Questions[0].Name = dnsmessage.MustNewName("other.test.") }),
-		"case":         forge(func(m *dnsmessage.Message) { m.Questions[0].Name.Data[0] ^= 'a' ^ 'A' }), // of one letter
+		"case":         forge(func(m *dnsmessage.Message) { m.Questions[0].Name.Data[0] ^= 'a' ^ 'A' }), // one letter has the other case
 		"type":         forge(func(m *dnsmessage.Message) { m.Questions[0].Type = dnsmessage.TypeAAAA }),
 		"class":        forge(func(m *dnsmessage.Message) { m.Questions[0].Class = dnsmessage.ClassCHAOS }),
 		"no question":  forge(func(m *dnsmessage.Message) { m.Questions = nil }),
@@ -254,7 +254,7 @@ type played struct {
 	answer func(dnsmessage.Message) dnsmessage.Message
 
 	mu    sync.Mutex
-	asked []string // mu protects it
+	asked []string // protected by mu
 }
 
 func (p *played) dial(context.Context, string, netip.AddrPort) (net.Conn, error) {
@@ -304,7 +304,7 @@ func TestCacheTimes(t *testing.T) {
 		{"plain.test", time.Minute},
 		{"long.test", maxTTL},
 		{"alias.test", 20 * time.Second},
-		{"missing.test", time.Minute}, // by the zone's SOA
+		{"missing.test", time.Minute}, // from the zone's SOA
 		{"nodata.test", 30 * time.Second},
 		{"nodatalong.test", maxNegativeTTL},
 		{"foreignsoa.test", 0},
@@ -338,7 +338,8 @@ func TestCacheTimes(t *testing.T) {
 	}
 }
 
-// TestEqualQuestions asks one name many times at once, and a second that nobody answers.
+// TestEqualQuestions asks one name many times at once, and a second name that is
+// never answered.
 func TestEqualQuestions(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		zone := records{"a.test. A": {addrRecord("a.test.", "203.0.113.1", 60)}}
@@ -350,7 +351,7 @@ func TestEqualQuestions(t *testing.T) {
 		r := newResolver(t, Config{Dial: up.dial, Upstreams: Upstreams{Default: []netip.AddrPort{netip.MustParseAddrPort("192.0.2.53:53")}}})
 		gone, cancel := context.WithCancel(t.Context())
 		var wg sync.WaitGroup
-		wg.Go(func() { // the first goes away; the others are answered nevertheless
+		wg.Go(func() { // the first client leaves, and the others are still answered
 			if _, err := r.Lookup(gone, "a.test", IPv4); !errors.Is(err, context.Canceled) {
 				t.Errorf("error %v of the lookup that was given up", err)
 			}
@@ -373,9 +374,9 @@ func TestEqualQuestions(t *testing.T) {
 	})
 }
 
-// TestUpstreamsChangeMeanwhile: who asks after the upstreams were replaced gets no answer of those
-// before, although a question to them is still under way. Else a public server could give an
-// address for a name that has become internal.
+// TestUpstreamsChangeMeanwhile: after the upstreams were replaced, a client gets no
+// answer of the old ones, even if a question to them is still under way. Otherwise a
+// public server could give an address for a name that has become internal.
 func TestUpstreamsChangeMeanwhile(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		public, internal := netip.MustParseAddrPort("192.0.2.53:53"), netip.MustParseAddrPort("10.0.0.53:53")
@@ -402,7 +403,7 @@ func TestUpstreamsChangeMeanwhile(t *testing.T) {
 		var got Answer
 		var err error
 		go func() { got, err = r.Lookup(t.Context(), "db.corp", IPv4) }()
-		synctest.Wait() // it has its answer, or waits for the same
+		synctest.Wait() // it has its answer, or waits for the question under way
 		close(answer)
 		synctest.Wait()
 		if err != nil || !slices.Equal(got.Addrs, addrs("10.1.2.3")) || !got.Internal {
@@ -411,7 +412,25 @@ func TestUpstreamsChangeMeanwhile(t *testing.T) {
 	})
 }
 
-// TestSilentUpstream shows that a lookup ends, and that a failure is remembered for a second.
+// TestClearedMeanwhile: what was current when it was put does not outlive the cache's clearing,
+// whenever that comes.
+func TestClearedMeanwhile(t *testing.T) {
+	c, q, cleared := newCache(1), question{name: "db.corp"}, make(chan struct{})
+	c.put(q, reply{expires: time.Now().Add(time.Hour)}, func() bool {
+		go func() { c.clear(); close(cleared) }()
+		select {
+		case <-cleared: // too soon
+		case <-time.After(10 * time.Millisecond):
+		}
+		return true
+	})
+	<-cleared
+	if _, found := c.get(q, time.Now()); found {
+		t.Error("an answer of upstreams that were replaced is kept")
+	}
+}
+
+// TestSilentUpstream: a lookup ends, and its failure is kept for a second.
 func TestSilentUpstream(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		hold := make(chan struct{})
@@ -442,7 +461,7 @@ func TestCacheIsBounded(t *testing.T) {
 	c := newCache(3)
 	now := time.Now()
 	for i := range 10 {
-		c.put(question{name: fmt.Sprint(i)}, reply{expires: now.Add(time.Minute)})
+		c.put(question{name: fmt.Sprint(i)}, reply{expires: now.Add(time.Minute)}, func() bool { return true })
 		c.get(question{name: "0"}, now)
 	}
 	if len(c.entries) != 3 || c.order.Len() != 3 {

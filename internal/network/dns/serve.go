@@ -12,7 +12,8 @@ import (
 	"golang.org/x/net/dns/dnsmessage"
 )
 
-// Types that ask for more than one kind of record, or for a zone (RFC 1035 §3.2.3, RFC 1995).
+// Types that ask for several kinds of records, or for a whole zone (RFC 1035 §3.2.3,
+// RFC 1995).
 const (
 	typeIXFR  dnsmessage.Type = 251
 	typeAXFR  dnsmessage.Type = 252
@@ -20,7 +21,7 @@ const (
 	typeMAILA dnsmessage.Type = 254
 )
 
-// Extended errors (RFC 8914) tell a person with dig why there is no answer.
+// Extended errors (RFC 8914) tell a person who uses dig why there is no answer.
 const (
 	optionEDE    = 15
 	edeBlocked   = 15
@@ -29,29 +30,29 @@ const (
 	rcodeBadVers = 16 // RFC 6891 §9: needs the extended bits of OPT
 )
 
-// Client is one sandbox's use of a Resolver.
+// Client is one sandbox's access to a Resolver.
 type Client struct {
 	resolver *Resolver
 	asker    Asker
 	meter    meter
 }
 
-// NewClient returns the resolver as one sandbox sees it.
+// NewClient makes the Client of one sandbox.
 func (r *Resolver) NewClient(asker Asker, limits Limits) *Client {
 	return &Client{resolver: r, asker: asker, meter: meter{limits: limits}}
 }
 
-// Inherit counts what the sandbox that this one continues from has asked for below wildcards.
-// The names that it knows from there are free, as they were there.
+// Inherit counts the names below wildcards that the source of this sandbox has asked
+// for. The names that the source had resolved do not count again.
 func (c *Client) Inherit(uses []WildcardUse, names []string) {
 	c.meter.inherit(uses, names, time.Now())
 }
 
-// Wildcards is what those that continue from the sandbox inherit.
+// Wildcards returns the uses that forks of the sandbox inherit.
 func (c *Client) Wildcards() []WildcardUse { return c.meter.uses(time.Now()) }
 
-// Lookup returns the addresses of a name, within the sandbox's bounds. It is for a name that the
-// sandbox has resolved before; the Asker is not asked.
+// Lookup returns the addresses of a name, within the sandbox's limits. It is for a
+// name that the sandbox has resolved before, so it does not ask the Asker.
 func (c *Client) Lookup(ctx context.Context, name string, family Family) (Answer, error) {
 	if !c.meter.query(time.Now()) || !c.meter.begin() {
 		return Answer{}, ErrLimit
@@ -64,26 +65,26 @@ func (c *Client) Lookup(ctx context.Context, name string, family Family) (Answer
 type query struct {
 	header   dnsmessage.Header
 	question dnsmessage.Question
-	// size is how large an answer may be.
+	// size is the maximum size of the answer.
 	size int
 	// edns is set if the sandbox understands EDNS.
 	edns       bool
 	badVersion bool
 }
 
-// response is what a query is answered with.
+// response is the answer to a query.
 type response struct {
 	code  dnsmessage.RCode
-	chain []string // from the asked name to the owner of addrs
+	chain []string // from the name asked for to the owner of addrs
 	addrs []netip.Addr
 	ttl   uint32
-	// why is the extended error, if there is one.
+	// why is the code of the extended error, or 0.
 	why  uint16
 	text string
 }
 
-// Serve answers one message of the sandbox. The answer is nil if the message deserves none: it
-// is too short to have an id, or an answer itself.
+// Serve answers one message of the sandbox. It returns nil for a message that gets no
+// answer: one that is too short to have an id, or that is an answer itself.
 func (c *Client) Serve(ctx context.Context, raw []byte, tcp bool) []byte {
 	q, code, ok := parseQuery(raw, tcp)
 	if !ok {
@@ -95,7 +96,7 @@ func (c *Client) Serve(ctx context.Context, raw []byte, tcp bool) []byte {
 	return q.encode(c.respond(ctx, q))
 }
 
-// parseQuery reads a sandbox's message. It is not ok if there is nothing to answer.
+// parseQuery reads a sandbox's message. ok is false if the message gets no answer.
 func parseQuery(raw []byte, tcp bool) (query, dnsmessage.RCode, bool) {
 	var p dnsmessage.Parser
 	header, err := p.Start(raw)
@@ -115,7 +116,8 @@ func parseQuery(raw []byte, tcp bool) (query, dnsmessage.RCode, bool) {
 	if q.question, err = p.Question(); err != nil {
 		return q, dnsmessage.RCodeFormatError, true
 	}
-	// Reading the end of each section in turn shows that nothing else is in them.
+	// Reading the end of each section in turn shows that the message contains nothing
+	// else.
 	if _, err := p.Question(); !errors.Is(err, dnsmessage.ErrSectionDone) {
 		q.question = dnsmessage.Question{}
 		return q, dnsmessage.RCodeFormatError, true
@@ -132,8 +134,9 @@ func parseQuery(raw []byte, tcp bool) (query, dnsmessage.RCode, bool) {
 	return q, dnsmessage.RCodeSuccess, true
 }
 
-// parseOptions reads the OPT record, of which there is at most one (RFC 6891 §6.1.1). The
-// options in it are not used; cookies, client subnets and padding do not reach an upstream.
+// parseOptions reads the OPT record, of which there is at most one (RFC 6891 §6.1.1).
+// Its options are not used: cookies, client subnets and padding never reach an
+// upstream.
 func (q *query) parseOptions(p *dnsmessage.Parser, tcp bool) bool {
 	for {
 		h, err := p.AdditionalHeader()
@@ -159,7 +162,7 @@ func (q *query) parseOptions(p *dnsmessage.Parser, tcp bool) bool {
 	}
 }
 
-// respond decides what the sandbox is told.
+// respond decides on the answer for the sandbox.
 func (c *Client) respond(ctx context.Context, q query) response {
 	now := time.Now()
 	if q.badVersion {
@@ -217,7 +220,7 @@ func (c *Client) respond(ctx context.Context, q query) response {
 	return c.tell(name, answer, refuse)
 }
 
-// tell turns an answer of the upstreams into one for the sandbox.
+// tell turns an answer of the upstreams into a response for the sandbox.
 func (c *Client) tell(name string, answer Answer, refuse func(string, Reason, string) response) response {
 	for _, alias := range answer.Aliases {
 		if !c.asker.MayAlias(name, alias) {
@@ -237,7 +240,8 @@ func (c *Client) tell(name string, answer Answer, refuse func(string, Reason, st
 		return refuse(name, ReasonAddresses, kept)
 	}
 	r.addrs = slices.Clone(told)
-	// The cache has one order for all; clients that take the first address spread by this.
+	// The cache has one order for all clients. Shuffling spreads the clients that
+	// take the first address.
 	rand.Shuffle(len(r.addrs), func(i, j int) { //nolint:gosec // nobody gains by guessing the order
 		r.addrs[i], r.addrs[j] = r.addrs[j], r.addrs[i]
 	})
@@ -253,8 +257,8 @@ func (r Reason) extendedError() uint16 {
 	}
 }
 
-// encode builds the message for a response. One that is too large for a datagram becomes an
-// empty one that sends the sandbox to TCP.
+// encode builds the message for a response. If it is too large for a datagram, it
+// becomes an empty message that sends the sandbox to TCP.
 func (q query) encode(r response) []byte {
 	raw, err := q.build(r, false)
 	if err == nil && len(raw) <= q.size {

@@ -19,7 +19,7 @@ type asker struct {
 	wildcard string
 
 	mu      sync.Mutex
-	told    map[string][]netip.Addr // mu protects it, and refused
+	told    map[string][]netip.Addr // protected by mu, like refused
 	refused []string
 }
 
@@ -107,7 +107,7 @@ func TestServe(t *testing.T) {
 		code    dnsmessage.RCode
 		answers string
 		refused string
-		asks    bool // whether an upstream hears of it
+		asks    bool // whether an upstream learns of the question
 	}{
 		{title: "A", query: ask("allowed.test.", dnsmessage.TypeA), answers: "allowed.test. 203.0.113.1", asks: true},
 		{title: "A again", query: ask("allowed.test.", dnsmessage.TypeA), answers: "allowed.test. 203.0.113.1"},
@@ -218,7 +218,7 @@ func TestSizes(t *testing.T) {
 	}{
 		{query: plain},
 		{query: withEDNS(plain, 100)},
-		{query: withEDNS(plain, 65535)}, // more than passes unfragmented is not used
+		{query: withEDNS(plain, 65535)}, // the resolver does not exceed the size that passes unfragmented
 		{query: plain, tcp: true, whole: true},
 		{query: withEDNS(plain, 512), tcp: true, whole: true},
 	} {
@@ -240,7 +240,8 @@ func TestExtendedError(t *testing.T) {
 	}
 }
 
-// TestRate empties a sandbox's bucket, shows that another has its own, and waits for a token.
+// TestRate empties a sandbox's bucket, checks that another sandbox has its own, and
+// waits for a token.
 func TestRate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		up := &played{answer: records{"allowed.test. A": {addrRecord("allowed.test.", "203.0.113.1", 3600)}}.reply}
@@ -270,7 +271,7 @@ func TestRate(t *testing.T) {
 	})
 }
 
-// TestWildcardBound sends data in names below a wildcard until it is stopped.
+// TestWildcardBound sends data in names below a wildcard until the limit stops it.
 func TestWildcardBound(t *testing.T) {
 	for _, test := range []struct {
 		title  string
@@ -316,7 +317,7 @@ func TestWildcardBound(t *testing.T) {
 	}
 }
 
-// TestPending fills a sandbox's room with questions that nobody answers.
+// TestPending fills a sandbox's share with questions that are never answered.
 func TestPending(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		hold := make(chan struct{})

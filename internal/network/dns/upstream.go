@@ -18,26 +18,28 @@ import (
 const (
 	attemptTimeout = 2 * time.Second
 	lookupTimeout  = 10 * time.Second
-	rounds         = 2 // how often each upstream of a zone is tried
+	rounds         = 2 // how often each upstream of a zone is asked
 
-	// maxForeign is how many datagrams that answer another question are passed over. More of
-	// them look like someone who guesses ids: then the question is asked over TCP.
+	// maxForeign is how many datagrams that answer another question are ignored. More
+	// than that suggest an attacker who guesses ids, so the question is then asked
+	// over TCP.
 	maxForeign = 16
 )
 
-// DialFunc opens a connection to an upstream: network is "udp" or "tcp". A datagram connection
-// must have a source port of its own, and deliver only datagrams of the given address.
+// DialFunc opens a connection to an upstream: network is "udp" or "tcp". A datagram
+// connection must have a source port of its own, and must deliver only datagrams from
+// the upstream's address.
 type DialFunc func(ctx context.Context, network string, upstream netip.AddrPort) (net.Conn, error)
 
-// zone is a part of the tree of names that is asked for at the same upstreams.
+// zone is a part of the name tree whose names are asked for at the same upstreams.
 type zone struct {
-	domain    string // "" is everything that no other zone has
+	domain    string // "" contains every name that no other zone contains
 	upstreams []netip.AddrPort
 	// preferred is the index of the upstream that answered last.
 	preferred atomic.Uint32
 }
 
-// internal reports whether an administrator has named the zone's domain.
+// internal reports whether the zone is an internal domain of the administrator's.
 func (z *zone) internal() bool { return z.domain != "" }
 
 // exchanger asks upstreams.
@@ -46,7 +48,7 @@ type exchanger struct {
 	mixCase bool
 }
 
-// ask asks the zone's upstreams in turn until one has an answer.
+// ask asks the zone's upstreams in turn until one answers.
 func (e *exchanger) ask(ctx context.Context, z *zone, q question) (message, error) {
 	first := z.preferred.Load()
 	var failures []error
@@ -65,13 +67,14 @@ func (e *exchanger) ask(ctx context.Context, z *zone, q question) (message, erro
 	return message{}, fmt.Errorf("%w about %s: %w", ErrFailed, q.name, errors.Join(failures...))
 }
 
-// askOne asks one upstream over UDP, and over TCP what does not fit or looks forged.
+// askOne asks one upstream over UDP. It asks over TCP if the answer does not fit or
+// looks forged.
 func (e *exchanger) askOne(ctx context.Context, upstream netip.AddrPort, q question) (message, error) {
 	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
 	defer cancel()
 	m, err := e.exchange(ctx, "udp", upstream, q, true)
 	if err == nil && m.header.RCode == dnsmessage.RCodeFormatError {
-		m, err = e.exchange(ctx, "udp", upstream, q, false) // a server older than EDNS
+		m, err = e.exchange(ctx, "udp", upstream, q, false) // the server is older than EDNS
 	}
 	if errors.Is(err, errForeign) || (err == nil && m.header.Truncated) {
 		m, err = e.exchange(ctx, "tcp", upstream, q, false)
@@ -115,7 +118,8 @@ func exchangeDatagrams(conn net.Conn, a asked, query []byte) (message, error) {
 	if _, err := conn.Write(query); err != nil {
 		return message{}, err
 	}
-	// An upstream that honours udpSize sends no more. A longer datagram is cut, and does not parse.
+	// An upstream that honours udpSize sends no more. A longer datagram is cut, and
+	// does not parse.
 	buffer := make([]byte, 4096)
 	for range maxForeign {
 		n, err := conn.Read(buffer)
@@ -145,12 +149,12 @@ func exchangeStream(conn net.Conn, a asked, query []byte) (message, error) {
 	}
 	m, err := parseMessage(raw, a)
 	if errors.Is(err, errForeign) {
-		return message{}, errors.New("another answer over TCP") // final: TCP is not forged so easily
+		return message{}, errors.New("another answer over TCP") // final: TCP is much harder to forge
 	}
 	return m, err
 }
 
-// query builds the message for one attempt: each has an id of its own.
+// query builds the message for one attempt. Each attempt has an id of its own.
 func (e *exchanger) query(q question, edns bool) (asked, []byte, error) {
 	var random [2 + 32]byte // an id, and a bit for each letter of a name
 	_, _ = rand.Read(random[:])
@@ -182,8 +186,8 @@ func (e *exchanger) query(q question, edns bool) (asked, []byte, error) {
 	return a, raw, err
 }
 
-// mixCase sets the case of each letter by a random bit. An upstream echoes it; whoever forges
-// an answer has to guess it (draft-vixie-dnsext-dns0x20).
+// mixCase sets the case of each letter by a random bit. An upstream echoes the case,
+// and a forger has to guess it (draft-vixie-dnsext-dns0x20).
 func mixCase(name *dnsmessage.Name, random []byte) {
 	for i := range int(name.Length) {
 		c := name.Data[i]

@@ -23,12 +23,12 @@ type server struct {
 	answer             func(q dnsmessage.Message, tcp bool) [][]byte
 }
 
-// startServer starts a server; answer returns the messages that a question is answered with.
+// startServer starts a server. answer returns the messages that answer a question.
 func startServer(t testing.TB, answer func(q dnsmessage.Message, tcp bool) [][]byte) *server {
 	t.Helper()
 	s := &server{answer: answer}
 	var listener net.Listener
-	for range 20 { // the port of the datagrams may be taken for streams
+	for range 20 { // the port may be in use for TCP
 		var err error
 		if s.udp, err = net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)}); err != nil {
 			t.Fatal(err)
@@ -94,7 +94,7 @@ func (s *server) serveStream(conn net.Conn) {
 	}
 }
 
-// records is a zone: what is answered to a name and type, and what is sent besides.
+// records is a zone: the answers by name and type.
 type records map[string][]dnsmessage.Resource
 
 // serve answers with the records under "name TYPE", in the way of a recursive server.
@@ -155,7 +155,8 @@ func soa(name string, minTTL uint32) dnsmessage.Resource {
 	}}
 }
 
-// patientConn is a connection to an upstream that is waited for, however slow the host is.
+// patientConn is a connection to an upstream without deadlines, since the host may be
+// slow.
 type patientConn struct{ net.Conn }
 
 func (patientConn) SetDeadline(time.Time) error { return nil }
@@ -165,7 +166,8 @@ func dialPatiently(ctx context.Context, network string, upstream netip.AddrPort)
 	return patientConn{conn}, err
 }
 
-// newResolver makes a resolver, which waits for its upstreams if they are servers.
+// newResolver makes a resolver. It waits without deadlines for upstreams that are
+// real servers.
 func newResolver(t testing.TB, config Config) *Resolver {
 	t.Helper()
 	if config.Dial == nil {

@@ -9,7 +9,7 @@ import (
 	"agentrun.dev/internal/network/policy"
 )
 
-// BenchmarkHello measures what the look at a server name costs.
+// BenchmarkHello measures the cost of reading a server name.
 func BenchmarkHello(b *testing.B) {
 	raw := clientHello(sni("allowed.example"))
 	for b.Loop() {
@@ -51,7 +51,7 @@ func BenchmarkServeDNS(b *testing.B) {
 	}
 }
 
-// BenchmarkIdleSandbox measures what a sandbox costs that never connects.
+// BenchmarkIdleSandbox measures the cost of a sandbox that never connects.
 func BenchmarkIdleSandbox(b *testing.B) {
 	w := newWorld(b)
 	rules := allow("allowed.example:443")

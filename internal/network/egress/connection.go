@@ -14,7 +14,8 @@ import (
 	"agentrun.dev/internal/network/stack"
 )
 
-// inspection is what is read from a connection before it is allowed.
+// inspection is the part of a connection that is read before the connection is
+// allowed.
 type inspection uint8
 
 const (
@@ -27,36 +28,37 @@ const (
 type connection struct {
 	sandbox  *Sandbox
 	protocol policy.Protocol
-	to       netip.AddrPort // what the sandbox wants, normalized
+	to       netip.AddrPort // the address that the sandbox has asked for, normalized
 	asked    time.Time
 
 	bytes stack.Counters
-	ended atomic.Bool // the log has its entry
+	ended atomic.Bool // its log entry is written
 
-	// The sandbox's mu protects all following fields.
-	target   netip.AddrPort // what is dialled
+	// Sandbox.mu protects all following fields.
+	target   netip.AddrPort // the address that is dialled
 	decision policy.Connection
-	counted  policy.Kind // the kind that it is counted for, once it is connected
-	pinned   []pin       // of target, when it was decided
+	counted  policy.Kind // the kind under which the connection counts once it is connected
+	pinned   []pin       // pins of target at the time of the decision
 	inspect  inspection
-	// moved has current addresses of names for which the sandbox still uses an old one. It is
-	// nil if the address that the sandbox wants is current.
+	// moved maps names, for which the sandbox still uses an old address, to their
+	// current addresses. It is nil if the address that the sandbox has asked for is
+	// current.
 	moved  map[policy.Name]netip.Addr
-	name   policy.Name // that it says, once it was read
-	hidden bool        // that there may be an encrypted name besides
-	// through is set when what was read was allowed: from now on bytes are sent.
+	name   policy.Name // the name in the connection, once it was read
+	hidden bool        // the ClientHello may contain an encrypted name as well
+	// through is set once the name was read and allowed. From then on bytes are sent.
 	through bool
 	out     *outside
-	inside  stack.Conn // while it is spliced
+	inside  stack.Conn // while Splice runs
 	// used counts the requests that got credentials, by secret.
 	used map[string]int
-	// ending is why it was cut or refused, if it was.
+	// ending is why the connection was cut or refused; nil if it was not.
 	ending  *policy.Decision
-	outcome Outcome // with ending
+	outcome Outcome // set with ending
 }
 
-// settle notes what was decided about the connection, and decides again if what it depends on
-// has changed meanwhile.
+// settle stores a decision about the connection. If the rules or pins that it depends
+// on have changed meanwhile, it decides again.
 func (c *connection) settle(by situation, d policy.Connection, pinned []pin) {
 	c.sandbox.mu.Lock()
 	c.decision, c.pinned = d, pinned
@@ -68,14 +70,14 @@ func (c *connection) settle(by situation, d policy.Connection, pinned []pin) {
 	}
 }
 
-// settled returns what was decided, with the pins that it was decided by.
+// settled returns the decision, and the pins that it is based on.
 func (c *connection) settled() (policy.Connection, []pin) {
 	c.sandbox.mu.Lock()
 	defer c.sandbox.mu.Unlock()
 	return c.decision, c.pinned
 }
 
-// inspectionOf says what has to be read from the connection.
+// inspectionOf returns the part of the connection that has to be read.
 func (c *connection) inspectionOf(rules Rules, d policy.Connection) inspection {
 	byPolicy := d.Looks() && (d.NameNeeded || rules.Policy.DeniesNames())
 	if c.protocol != policy.TCP || !byPolicy && injects(rules, c.pinned) == "" {
@@ -96,7 +98,7 @@ func (c *connection) connect(ctx context.Context) error {
 	target, old := c.target, c.out
 	c.sandbox.mu.Unlock()
 	if old != nil {
-		old.abort() // before there is another: a connection has one descriptor
+		old.abort() // before the next dial: a connection has one descriptor
 	}
 	conn, err := c.sandbox.gateway.config.Dial(ctx, string(c.protocol), target, c.check)
 	if err != nil {
@@ -114,14 +116,14 @@ func (c *connection) connect(ctx context.Context) error {
 		c.sandbox.counters.connected(kind)
 		c.sandbox.gateway.counters.connected(kind)
 	}
-	if ending != nil { // it was cut while it was dialled
+	if ending != nil { // it was cut during the dial
 		out.abort()
 		return &refusal{*ending}
 	}
 	return nil
 }
 
-// check decides, by the rules of now, about the address that is about to be connected to.
+// check decides, by the current rules, about the address to be dialled.
 func (c *connection) check(actual netip.AddrPort) error {
 	c.sandbox.mu.Lock()
 	target, rules, pinned := c.target, c.sandbox.rules, c.pinned
@@ -132,8 +134,8 @@ func (c *connection) check(actual netip.AddrPort) error {
 	return refused(c.sandbox.decide(rules, c.protocol, target, pinned).Decision)
 }
 
-// admit decides about the name that the connection says. If the name has moved, the connection
-// is dialled again, to where it is now; nothing was sent before.
+// admit decides about the name in the connection. If the name has moved, admit dials
+// the connection again, to the name's current address. Nothing was sent before.
 func (c *connection) admit(ctx context.Context, name policy.Name) (policy.Decision, error) {
 	c.sandbox.mu.Lock()
 	d, address := c.decision, c.moved[name]
@@ -151,12 +153,12 @@ func (c *connection) admit(ctx context.Context, name policy.Name) (policy.Decisi
 	verdict := c.decision.Admits(name)
 	if verdict.Allowed {
 		c.name, c.through = name, true
-		c.moved = nil // the connection stays where its first name has led it
+		c.moved = nil // the connection stays at the address of its first name
 	}
 	return verdict, nil
 }
 
-// admitNameless decides about a connection that says no name.
+// admitNameless decides about a connection without a name.
 func (c *connection) admitNameless() policy.Decision {
 	c.sandbox.mu.Lock()
 	defer c.sandbox.mu.Unlock()
@@ -168,10 +170,11 @@ func (c *connection) admitNameless() policy.Decision {
 	return d
 }
 
-// noName is why a connection is refused, or cut, that says no name and needs one.
+// noName is the reason for refusing or cutting a connection that needs a name and has
+// none.
 const noName = "the policy needs the connection's name, and none was read"
 
-// recheck cuts the connection unless the sandbox's rules of now allow it as it is.
+// recheck cuts the connection unless the sandbox's current rules allow it.
 func (c *connection) recheck() {
 	s := c.sandbox
 	s.mu.Lock()
@@ -181,7 +184,7 @@ func (c *connection) recheck() {
 		d := s.decide(now.rules, c.protocol, target, pinned)
 		s.mu.Lock()
 		if s.change != now.change || c.target != target {
-			continue // it was decided about something of the past
+			continue // the rules or the target have changed during the decision
 		}
 		verdict := c.stillAllowed(now.rules, d)
 		if verdict.Allowed {
@@ -198,8 +201,8 @@ func (c *connection) recheck() {
 	}
 }
 
-// stillAllowed says whether new rules allow what is known of the connection. The caller holds
-// the sandbox's mutex.
+// stillAllowed says whether new rules allow the connection, as far as it is known by
+// now. The caller holds the sandbox's mutex.
 func (c *connection) stillAllowed(rules Rules, d policy.Connection) policy.Decision {
 	refuse := func(kind policy.Kind, reason string) policy.Decision {
 		return policy.Decision{Kind: kind, Rule: d.Rule, Reason: reason}
@@ -222,7 +225,7 @@ func (c *connection) stillAllowed(rules Rules, d policy.Connection) policy.Decis
 // cut ends the connection on both sides.
 func (c *connection) cut(why policy.Decision) { c.end(Cut, why) }
 
-// end breaks the connection off, for a reason that the log gets.
+// end breaks the connection off. why goes to the log.
 func (c *connection) end(outcome Outcome, why policy.Decision) {
 	c.sandbox.mu.Lock()
 	if c.ending == nil {
@@ -311,7 +314,8 @@ func (c *connection) spliceTLS(inside stack.Conn) Outcome {
 	return out.splice(inside)
 }
 
-// accepting is a decision that also accepts the names that have moved: admit dials them.
+// accepting returns a decision that also accepts the names that have moved, which
+// admit then dials.
 func (c *connection) accepting(d policy.Connection) policy.Connection {
 	c.sandbox.mu.Lock()
 	defer c.sandbox.mu.Unlock()
@@ -323,7 +327,8 @@ func (c *connection) accepting(d policy.Connection) policy.Connection {
 	return d
 }
 
-// failure is the decision in an error, or an allowed one if the error is not of the policy.
+// failure returns the decision inside an error. For an error that does not come from
+// the policy it returns an allowed one.
 func failure(err error, d policy.Decision) policy.Decision {
 	var r *refusal
 	if errors.As(err, &r) {
@@ -333,7 +338,7 @@ func failure(err error, d policy.Decision) policy.Decision {
 	return d
 }
 
-// Close ends the connection if the sandbox's side of it could not be opened, or was cut.
+// Close ends the connection if the sandbox's side could not be opened, or was cut.
 func (c *connection) Close() error {
 	if c.ended.Load() {
 		return nil
@@ -367,7 +372,7 @@ func (c *connection) fail(err error) {
 	c.finish(Failed)
 }
 
-// finish writes the connection's line of the log, once, and forgets the connection.
+// finish writes the connection's log entry, once, and removes the connection.
 func (c *connection) finish(outcome Outcome) {
 	if c.ended.Swap(true) {
 		return
@@ -384,7 +389,8 @@ func (c *connection) finish(outcome Outcome) {
 	c.sandbox.log.add(e)
 }
 
-// leave takes the connection out of those that go on, and adds its bytes to the counters.
+// leave removes the connection from the sandbox's live ones, and adds its bytes to
+// the counters.
 func (c *connection) leave() *outside {
 	s := c.sandbox
 	s.gateway.counting.RLock()
@@ -403,7 +409,7 @@ func (c *connection) leave() *outside {
 	return out
 }
 
-// entry is the connection as the log has it, if it ended now.
+// entry is the log entry of the connection as if it ended now.
 func (c *connection) entry(outcome Outcome) Entry {
 	c.sandbox.mu.Lock()
 	defer c.sandbox.mu.Unlock()
@@ -425,7 +431,7 @@ func (c *connection) entry(outcome Outcome) Entry {
 	return e
 }
 
-// joined names those for which an address is known, as far as a line has room.
+// joined lists the names whose addresses are known, as far as a line has room.
 func joined(names []policy.Name) string {
 	var texts []string
 	for _, n := range names[:min(len(names), 3)] {
@@ -434,7 +440,7 @@ func joined(names []policy.Name) string {
 	return strings.Join(texts, ",")
 }
 
-// printable is text of a sandbox as a log may show it.
+// printable returns a sandbox's text in a form that is safe for a log.
 func printable(text string) string {
 	if _, err := policy.ParseName(text); err == nil || text == "" {
 		return text
@@ -442,7 +448,7 @@ func printable(text string) string {
 	return fmt.Sprintf("%.80q", text)
 }
 
-// flow is a UDP flow as the stack has it.
+// flow is a UDP flow for the stack.
 type flow struct {
 	*outside
 	connection *connection

@@ -6,8 +6,8 @@ import (
 	"agentrun.dev/internal/network/stack"
 )
 
-// outside is the connection to a remote. What is read and written through it is counted;
-// stack.Splice uses the connection itself, and counts on its own.
+// outside is the connection to a remote. It counts the bytes that are read and
+// written through it. stack.Splice uses the Conn directly, and counts by itself.
 type outside struct {
 	net.Conn
 	bytes *stack.Counters
@@ -25,8 +25,8 @@ func (o *outside) Write(b []byte) (int, error) {
 	return n, err
 }
 
-// abort closes with a RST instead of a FIN, so that the remote does not take what it got for
-// all there is.
+// abort closes with a RST instead of a FIN, so that the remote does not take the
+// bytes so far for a complete stream.
 func (o *outside) abort() {
 	if tcp, ok := o.Conn.(*net.TCPConn); ok {
 		_ = tcp.SetLinger(0)

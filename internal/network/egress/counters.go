@@ -7,34 +7,35 @@ import (
 	"agentrun.dev/internal/network/stack"
 )
 
-// Kinds of refusals that no rule of a policy makes.
+// Kinds of refusals that do not come from a rule of a policy.
 const (
 	ByTLS  policy.Kind = "tls"  // the ClientHello
 	ByHTTP policy.Kind = "http" // the form of a request
-	ByDNS  policy.Kind = "dns"  // a bound on questions
-	// ByInject is of connections and requests that cannot get the credentials which they ask for.
+	ByDNS  policy.Kind = "dns"  // a bound on DNS questions
+	// ByInject is the kind of connections and requests that ask for credentials and
+	// cannot get them.
 	ByInject policy.Kind = "inject"
 )
 
 // kinds are all values of Entry.Kind.
 var kinds = [...]policy.Kind{policy.ByName, policy.ByWildcard, policy.ByAddress, policy.ByDefault, policy.ByClosed, ByTLS, ByHTTP, ByDNS, ByInject}
 
-// Counters count connections and their bytes by the kind of rule that allowed them, and
-// refusals by the kind that refused. They have all kinds.
+// Counters count connections and their bytes by the kind of rule that allowed them,
+// and refusals by the kind that refused. Every kind is present.
 type Counters map[policy.Kind]Count
 
-// Count is what was counted for one kind of rule.
+// Count is the count of one kind of rule.
 type Count struct {
 	Connections, Refusals, Sent, Received uint64
 }
 
-// counters count for a sandbox, or for all of a gateway. The bytes of a connection are added
-// when it ends: while it goes on, it counts them itself.
+// counters count for a sandbox, or for a whole gateway. The bytes of a connection are
+// added when it ends. Until then the connection counts them itself.
 type counters [len(kinds)]struct {
 	connections, refusals, sent, received atomic.Uint64
 }
 
-// index is the place of a kind. Every Kind that this package and policy know is in kinds.
+// index is the index of a kind. Every Kind of this package and of policy is in kinds.
 func index(kind policy.Kind) int {
 	for i, k := range kinds {
 		if k == kind {
@@ -63,7 +64,7 @@ func (c *counters) read() Counters {
 	return all
 }
 
-// addLive adds the bytes of the connections that go on.
+// addLive adds the bytes of the connections that are still open.
 func (s *Sandbox) addLive(all Counters) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -78,7 +79,7 @@ func (s *Sandbox) addLive(all Counters) {
 	}
 }
 
-// Counters are those of the sandbox, with connections that go on.
+// Counters are the counters of the sandbox, including open connections.
 func (s *Sandbox) Counters() Counters {
 	s.gateway.counting.Lock()
 	defer s.gateway.counting.Unlock()
@@ -87,13 +88,15 @@ func (s *Sandbox) Counters() Counters {
 	return all
 }
 
-// Queries are the DNS messages of all sandboxes since the gateway was made.
+// Queries counts the DNS messages of all sandboxes since the gateway was made.
 func (g *Gateway) Queries() uint64 { return g.queries.Load() }
 
-// Injected are the requests of all sandboxes that got credentials since the gateway was made.
+// Injected counts the requests of all sandboxes that got credentials since the
+// gateway was made.
 func (g *Gateway) Injected() uint64 { return g.injected.Load() }
 
-// Counters are those of all sandboxes since the gateway was made. They never go down.
+// Counters are the counters of all sandboxes since the gateway was made. They never
+// decrease.
 func (g *Gateway) Counters() Counters {
 	g.counting.Lock()
 	defer g.counting.Unlock()

@@ -1,19 +1,21 @@
-// Package egress is the way out of sandboxes: for each connection that a sandbox opens it
-// decides by the sandbox's policy, dials, looks for the name that the sandbox says it speaks
-// to, moves the bytes, and keeps a log of what was connected and refused.
+// Package egress is the way out of sandboxes. For each connection that a sandbox
+// opens, it decides by the sandbox's policy, dials, reads the name of the host that
+// the sandbox asks for, and moves the bytes. It keeps a log of connections and
+// refusals.
 //
 // # Names and addresses
 //
-// A policy has names, packets have addresses. What connects them is a pin: the fact that our
-// DNS has given this sandbox an address for a name. A pin is a handle, not a permission: the
-// policy decides about the name each time, every address is checked again before it is
-// dialled, and an old pin is resolved again, so that a fork or a woken sandbox that connects
-// to an address from its past reaches where the name leads now.
+// A policy has names, packets have addresses. A pin connects them: it records that
+// our DNS has given this sandbox an address for a name. A pin is a handle, not a
+// permission. The policy decides about the name each time, and every address is
+// checked again before it is dialled. An old pin is resolved again. So a fork or a
+// woken sandbox that connects to an address from its past reaches the current address
+// of the name.
 //
-// # What is read from connections
+// # Inspection of connections
 //
-// Where a connection was allowed for certain names, the name that it says decides on the
-// ports where it says one. Nothing is sent to the other side before:
+// If a connection was allowed for certain names, the name in it decides, on the ports
+// whose protocols carry a name. Nothing is sent to the other side before:
 //
 //	443    the server name of TLS. A ClientHello without one, one that cannot be read, or with
 //	       an encrypted one (ECH, also the imitation that browsers send) is refused.
@@ -22,17 +24,19 @@
 //	       than WebSocket are refused.
 //	other  nothing: servers may speak first there. The pin alone decides.
 //
-// With egress: allow, names are looked at only if rules deny names. Then a connection to port
-// 443 may say no name, and one that does not begin like TLS passes; port 80 is HTTP only.
+// With egress: allow, names are read only if rules deny names. Then a connection to
+// port 443 may have no name, and one that does not begin like TLS passes. Port 80 is
+// HTTP only.
 //
-// The name in TLS is what the sandbox says to the outside, not who answers: a server that
-// serves several names can be asked for another one inside of TLS (domain fronting).
+// The name in TLS is the sandbox's claim, not the identity of the server that
+// answers. A server of several names can be asked for another name inside of TLS
+// (domain fronting).
 //
 // # Credentials
 //
-// Connections to a host whose requests get credentials (package inject) are ended here, and
-// begun anew towards the host, once its certificate was verified. Each request is checked and
-// written anew, as on port 80.
+// A connection to a host whose requests get credentials (package inject) ends here. A
+// new connection to the host begins once its certificate was verified. Each request
+// is checked and written anew, as on port 80.
 package egress
 
 import (
@@ -68,20 +72,22 @@ const (
 // CheckFunc refuses an address at the last moment before it is dialled.
 type CheckFunc func(to netip.AddrPort) error
 
-// DialFunc opens a connection; network is "tcp" or "udp". It calls check with the address that
-// it is about to connect to, and connects only if that is no error.
+// DialFunc opens a connection; network is "tcp" or "udp". It calls check with the
+// address that it is about to connect to, and connects only if check returns no
+// error.
 type DialFunc func(ctx context.Context, network string, to netip.AddrPort, check CheckFunc) (net.Conn, error)
 
-// Config is what the sandboxes of a process share.
+// Config holds the parts that the sandboxes of a process share.
 type Config struct {
 	Resolver *dns.Resolver
 	Guard    *addresses.Guard
-	// Dial opens connections; nil is the host's network.
+	// Dial opens connections; nil uses the host's network.
 	Dial DialFunc
-	// Inside are the networks between sandboxes and their gateways. They lead nowhere.
+	// Inside are the networks between sandboxes and their gateways. Connections to
+	// them are refused.
 	Inside []netip.Prefix
-	// FirstBytes is how long a connection whose name is looked at may keep silent, and how
-	// long the head of an HTTP request may take; 0 is 30 seconds.
+	// FirstBytes is how long a connection may be silent before its name was read, and
+	// how long the head of an HTTP request may take; 0 is 30 seconds.
 	FirstBytes time.Duration
 	// DNS bounds the questions of each sandbox; the zero value is dns.DefaultLimits.
 	DNS dns.Limits
@@ -99,10 +105,12 @@ type Gateway struct {
 	injected atomic.Uint64 // requests of all sandboxes that got credentials
 	roots    atomic.Pointer[x509.CertPool]
 
-	// counting is held for reading while a connection's bytes move from the connection to the
-	// counters, and for writing while they are read. It comes before the mutex of a sandbox.
+	// counting is held for reading while the bytes of a connection move to the
+	// counters, and for writing while the counters are read. It is locked before the
+	// mutex of a sandbox.
 	counting sync.RWMutex
-	// sandboxes have connections, or may get some; counting, held for writing, protects it.
+	// sandboxes holds the sandboxes that have connections, or may get some. It is
+	// protected by counting, held for writing.
 	sandboxes map[*Sandbox]struct{}
 }
 
@@ -126,22 +134,24 @@ func NewGateway(config Config) *Gateway {
 	return &Gateway{config: config, sandboxes: make(map[*Sandbox]struct{})}
 }
 
-// Rules are what a sandbox may do.
+// Rules are the permissions of a sandbox.
 type Rules struct {
-	// Policy is that of the sandbox, of its claim and its template, and of the forks between.
+	// Policy contains the policies of the sandbox, of its claim and template, and of
+	// the forks between.
 	Policy policy.Set
-	// ECH lets TLS connections through whose inner name is encrypted: then only the outer
-	// name, which says little, is checked.
+	// ECH allows TLS connections with an encrypted inner name. Then only the outer
+	// name is checked, which says little.
 	ECH bool
-	// Inject has the hosts whose requests get credentials.
+	// Inject holds the hosts whose requests get credentials.
 	Inject inject.Set
 }
 
-// Inheritance is what a sandbox has of the one that it was forked from, or woken from.
+// Inheritance is the state that a sandbox takes over from the sandbox that it was
+// forked or woken from.
 type Inheritance struct {
 	// Pins are resolved again before they are used.
 	Pins []Pin
-	// Wildcards count for the sandbox as if it had asked itself.
+	// Wildcards count as if the sandbox itself had asked for the names.
 	Wildcards []dns.WildcardUse
 }
 
@@ -163,14 +173,15 @@ func (g *Gateway) NewSandbox(rules Rules, from Inheritance) *Sandbox {
 	return s
 }
 
-// Sandboxes is how many there are that have connections, or may get some.
+// Sandboxes is the number of sandboxes that have connections, or may get some.
 func (g *Gateway) Sandboxes() int {
 	g.counting.RLock()
 	defer g.counting.RUnlock()
 	return len(g.sandboxes)
 }
 
-// forget takes a sandbox out whose last connection has ended. The caller holds neither mutex.
+// forget removes a sandbox whose last connection has ended. The caller holds neither
+// mutex.
 func (g *Gateway) forget(s *Sandbox) {
 	g.counting.Lock()
 	defer g.counting.Unlock()
@@ -196,9 +207,9 @@ func Dial(ctx context.Context, network string, to netip.AddrPort, check CheckFun
 	return d.DialContext(ctx, network, to.String())
 }
 
-// maxUnsent is how many bytes the kernel keeps that it has not sent yet, where it would keep
-// megabytes for a server that does not read. What was sent, and is not acknowledged, comes on
-// top of it: that keeps long ways busy.
+// maxUnsent is how many unsent bytes the kernel keeps. Otherwise it would keep
+// megabytes for a server that does not read. Bytes that are sent and not acknowledged
+// do not count, so long paths stay busy.
 const maxUnsent = 128 << 10
 
 func boundUnsent(conn syscall.RawConn) error {
@@ -212,7 +223,7 @@ func boundUnsent(conn syscall.RawConn) error {
 	return nil
 }
 
-// told turns the error of a dial into what the sandbox is told.
+// told turns the error of a dial into the error that the sandbox sees.
 func told(err error) error {
 	switch {
 	case errors.Is(err, stack.ErrRefused), errors.Is(err, stack.ErrUnreachable):
@@ -226,7 +237,7 @@ func told(err error) error {
 	}
 }
 
-// normalize is the form in which addresses are decided about.
+// normalize returns the form of an address in which decisions are made.
 func normalize(a netip.AddrPort) netip.AddrPort {
 	return netip.AddrPortFrom(addresses.Normalize(a.Addr()), a.Port())
 }

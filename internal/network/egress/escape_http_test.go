@@ -7,12 +7,12 @@ import (
 
 func addrPort(text string) netip.AddrPort { return netip.MustParseAddrPort(text) }
 
-// httpAttempt is bytes that a program sends to port 80 of allowed.example, to reach
-// evil.example, which the same server serves.
+// httpAttempt is a request that a program sends to port 80 of allowed.example, to
+// reach evil.example, which the same server serves.
 type httpAttempt struct {
 	title   string
 	request string
-	// reaches is what the server may see: requests for the allowed name.
+	// reaches lists the requests that the server may see, all for the allowed name.
 	reaches []string
 	reason  string
 }
@@ -21,7 +21,7 @@ const good = "GET /good HTTP/1.1\r\nHost: allowed.example\r\n\r\n"
 
 var reachesGood = []string{"http GET allowed.example /good"}
 
-// httpAttempts are refused for the rule allowed.example:80.
+// httpAttempts are refused by the rule allowed.example:80.
 var httpAttempts = []httpAttempt{
 	{title: "another Host", request: "GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n", reason: "says evil.example"},
 	{title: "another Host in the second request", request: good + "GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n", reaches: reachesGood, reason: "says evil.example"},

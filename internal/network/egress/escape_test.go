@@ -16,21 +16,22 @@ import (
 	"agentrun.dev/internal/network/policy"
 )
 
-// attempt is one try of a program to reach what its policy does not allow. It ends in a line
-// of the log, with the rule and the reason that refused it, and nothing reaches a server.
+// attempt is a program's attempt to reach a host that its policy does not allow. It
+// must end in a log entry with the rule and the reason of its refusal, and reach no
+// server.
 type attempt struct {
 	title string
 	rules Rules
-	// resolves are names that the program resolves first.
+	// resolves lists names that the program resolves first.
 	resolves []string
 	try      func(t *testing.T, e *escape)
-	// reaches is what servers see of it, if it is more than nothing.
+	// reaches lists what servers may see of it; empty if nothing.
 	reaches []string
 	rule    string
 	reason  string
 }
 
-// escape is the place of one attempt.
+// escape is the world of one attempt.
 type escape struct {
 	*world
 	s *Sandbox
@@ -73,7 +74,8 @@ func newEscape(t *testing.T, a attempt) *escape {
 	return e
 }
 
-// TestEscapes tries each way out, one after the other, and wants each refused for its reason.
+// TestEscapes makes each attempt, one after the other. Each must be refused for its
+// reason.
 func TestEscapes(t *testing.T) {
 	all := slices.Concat(addressAttempts(), dnsAttempts(), tlsAttempts(), otherAttempts())
 	for _, h := range httpAttempts {
@@ -109,7 +111,7 @@ func TestEscapes(t *testing.T) {
 	t.Logf("%d attempts", len(all))
 }
 
-// dials tries to connect over TCP, and wants a refusal before the handshake.
+// dials tries to connect over TCP, and expects a refusal before the handshake.
 func dials(to string) func(*testing.T, *escape) {
 	return func(t *testing.T, e *escape) {
 		if _, err := connect(t, e.s, to); !wasRefused(err) {
@@ -141,7 +143,7 @@ func sends(to string, pieces ...[]byte) func(*testing.T, *escape) {
 	}
 }
 
-// asks asks our DNS for a name, and wants no address.
+// asks asks our DNS for a name, and expects no address.
 func asks(name string, typ dnsmessage.Type, class dnsmessage.Class) func(*testing.T, *escape) {
 	return func(t *testing.T, e *escape) {
 		if m := ask(t, e.s, name, typ, class); m.RCode == dnsmessage.RCodeSuccess || len(m.Answers) > 0 {
@@ -272,7 +274,8 @@ func dnsAttempts() []attempt {
 		{title: "DNS: another resolver over HTTPS", rules: named, try: dials("8.8.8.8:443"), rule: "egress: deny", reason: "no name is pinned"},
 		{title: "DNS: another resolver over HTTPS, at an allowed server", rules: named, resolves: []string{"allowed.example"}, try: sends(addrAllowed+":443", clientHello(sni("dns.google"))), rule: "allowed.example", reason: "says dns.google"},
 		{title: "DNS: rebinding after the answer", rules: named, resolves: []string{"allowed.example"}, try: func(t *testing.T, e *escape) {
-			// The program waits until the answer is old; what its name leads to now is private.
+			// The program waits until the answer is old. The name's current address
+			// is private.
 			e.upstream.set("flip.allowed.example. A", "10.0.0.1")
 			e.s = e.sandbox(t, named, Pin{Addr: addrPort(addrAllowed + ":443").Addr(), Name: "flip.allowed.example"})
 			dials(addrAllowed+":443")(t, e)
@@ -290,7 +293,7 @@ func dnsAttempts() []attempt {
 	}
 }
 
-// exfiltrates sends data in names until it is refused, and wants that to be soon.
+// exfiltrates sends data in names until it is refused, and expects that soon.
 func exfiltrates(name func(int) string) func(*testing.T, *escape) {
 	return func(t *testing.T, e *escape) {
 		for i := range 300 {
@@ -367,7 +370,7 @@ func tlsAttempts() []attempt {
 	)
 }
 
-// both is the policy of a sandbox that is bounded by two.
+// both is the policy of a sandbox that is bounded by two policies.
 func both(template, claim Rules) Rules {
 	set, err := policy.Narrow(template.Policy, claim.Policy[0])
 	if err != nil {

@@ -12,34 +12,37 @@ import (
 	"agentrun.dev/internal/network/policy"
 )
 
-// maxHello bounds the bytes that are read for a ClientHello, which is kept in memory. Those of
-// today's browsers have 2 KiB.
+// maxHello bounds the bytes that are read for a ClientHello, which is kept in memory.
+// The ClientHellos of today's browsers have 2 KiB.
 const maxHello = 32 << 10
 
 // Extensions of TLS that hide the server name.
 const (
 	extensionECH  = 0xfe0d // RFC 9849
-	extensionESNI = 0xffce // its draft of before 2020, which some servers still read
+	extensionESNI = 0xffce // its draft before 2020, which some servers still read
 )
 
 // recordTypeHandshake is the first byte of each TLS connection that may pass (RFC 8446 §5.1).
 const recordTypeHandshake = 22
 
-// beginsTLS reports whether a first byte is the type of a TLS record. Servers take alerts, and
-// some take others, before the ClientHello: what begins so must not pass as another protocol.
+// beginsTLS reports whether a first byte is the type of a TLS record. Some servers
+// accept alerts, and some accept other records, before the ClientHello. So a
+// connection that begins with any TLS record must not pass as another protocol.
 func beginsTLS(b byte) bool { return b >= 20 && b <= 24 }
 
-// hello is what the first bytes of a connection say.
+// hello holds the first bytes of a connection, and the facts read from them.
 type hello struct {
-	// raw is all that was read, which the other side gets if the connection is allowed.
+	// raw is all bytes that were read. The other side gets them if the connection is
+	// allowed.
 	raw []byte
-	// isTLS is set if the connection begins like TLS; without it the rest is empty.
+	// isTLS is set if the connection begins like TLS. Otherwise the other fields are
+	// empty.
 	isTLS bool
 	// name is the server name; empty if the ClientHello has none.
 	name string
 	// hidden is set if there may be another, encrypted name.
 	hidden bool
-	// protocols are those that it offers to speak inside of TLS (ALPN).
+	// protocols are the protocols that it offers for use inside of TLS (ALPN).
 	protocols []string
 }
 
@@ -49,8 +52,9 @@ var (
 	errHelloLong = fmt.Errorf("ClientHello is longer than %d bytes", maxHello)
 )
 
-// readHello reads a connection up to the end of its ClientHello, and no further than crypto/tls
-// does: it copes with every way to split the message into records and segments.
+// readHello reads a connection up to the end of its ClientHello, and no further than
+// crypto/tls does. crypto/tls handles every way to split the message into records and
+// segments.
 func readHello(ctx context.Context, conn io.Reader) (hello, error) {
 	recorder := &recorder{from: conn}
 	var info *tls.ClientHelloInfo
@@ -74,9 +78,9 @@ func readHello(ctx context.Context, conn io.Reader) (hello, error) {
 	return h, nil
 }
 
-// recorder is a net.Conn that keeps what it reads, and writes nothing.
+// recorder is a net.Conn that keeps the bytes that it reads, and writes none.
 type recorder struct {
-	net.Conn // nil: crypto/tls uses no other methods than those below
+	net.Conn // nil: crypto/tls uses only the methods below
 	from     io.Reader
 	raw      []byte
 	err      error
@@ -90,7 +94,7 @@ func (r *recorder) Read(b []byte) (int, error) {
 	n, err := r.from.Read(b[:min(len(b), maxHello-len(r.raw))])
 	r.raw = append(r.raw, b[:n]...)
 	if len(r.raw) > 0 && r.raw[0] != recordTypeHandshake {
-		err = errNoHello // at once: crypto/tls would wait for a whole header
+		err = errNoHello // at once: crypto/tls would wait for a complete header
 	}
 	if err != nil {
 		r.err = err
@@ -102,8 +106,8 @@ func (r *recorder) Read(b []byte) (int, error) {
 func (r *recorder) Write(b []byte) (int, error) { return len(b), nil }
 func (r *recorder) Close() error                { return nil }
 
-// judge decides about a ClientHello. A refusal has the reason; an empty name means that the
-// connection is allowed without one.
+// judge decides about a ClientHello. A refusal has a reason. An empty name means that
+// the connection is allowed without a name.
 func (h hello) judge(err error, c policy.Connection, ech bool) (policy.Name, policy.Decision) {
 	refuse := func(format string, args ...any) (policy.Name, policy.Decision) {
 		return "", policy.Decision{Kind: ByTLS, Rule: c.Rule, Reason: fmt.Sprintf(format, args...)}

@@ -60,7 +60,8 @@ func sni(names ...string) []byte {
 	return extension(0, append(binary.BigEndian.AppendUint16(nil, uint16(len(list))), list...))
 }
 
-// ech is the extension that a client with ECH sends, and one that imitates it (GREASE).
+// ech is the extension that a client with ECH sends. Other clients send an imitation
+// of it (GREASE).
 func ech() []byte {
 	data := []byte{0, 0, 1, 0, 1, 42, 0, 32}
 	data = append(data, make([]byte, 32)...)
@@ -68,8 +69,8 @@ func ech() []byte {
 	return extension(extensionECH, append(data, make([]byte, 128)...))
 }
 
-// FuzzHello gives the first bytes of a connection to the parser: an accepted name is one that
-// is in the bytes, and nothing is lost of what was read.
+// FuzzHello passes the first bytes of a connection to the parser. An accepted name
+// occurs in the bytes, and no byte that was read is lost.
 func FuzzHello(f *testing.F) {
 	f.Add(clientHello(sni("allowed.example")), 1000)
 	f.Add(clientHello(sni("allowed.example"), ech()), 1)
@@ -128,8 +129,8 @@ func publicAddress() addresses.Verdict {
 	return addresses.NewGuard(hostAddresses{}, nil).Check(netip.MustParseAddr(addrAllowed))
 }
 
-// TestAlertBeforeHello: TLS servers pass over a warning before the ClientHello. A denied name
-// behind one is denied all the same.
+// TestAlertBeforeHello: TLS servers ignore a warning before the ClientHello. A denied
+// name after a warning is still denied.
 func TestAlertBeforeHello(t *testing.T) {
 	w := newWorld(t)
 	pool := w.serveTLS(t, addrAllowed+":443")

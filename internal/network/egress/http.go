@@ -24,35 +24,39 @@ const (
 	maxHTTPHead = 64 << 10
 	// httpIdle is how long a connection may wait for its next request.
 	httpIdle = 10 * time.Minute
-	// maxHTTP2Buffer is what each side of an HTTP/2 connection may send unread.
+	// maxHTTP2Buffer is how many bytes each side of an HTTP/2 connection may send
+	// before the other reads them.
 	maxHTTP2Buffer = 1 << 20
 )
 
 var errOneConnection = errors.New("the connection to the server has ended")
 
-// exchange is one HTTP connection of a sandbox: a server towards the sandbox, and a client on
-// the one connection that was dialled. Each request is parsed, checked and written anew.
+// exchange is one HTTP connection of a sandbox: a server for the sandbox, and a
+// client on the one connection that was dialled. Each request is parsed, checked and
+// written anew.
 type exchange struct {
 	*connection
 	inside *endable
 	proxy  *httputil.ReverseProxy
-	// handlers counts the requests that are being served; upgraded ones outlive the server.
+	// handlers counts the requests that are being served. Upgraded ones outlive the
+	// server.
 	handlers sync.WaitGroup
-	// check decides about a request. The status is 0 if it may pass. An error is of the outside.
+	// check decides about a request. The status is 0 if the request may pass. An
+	// error comes from the outside.
 	check func(*http.Request) (int, policy.Decision, error)
-	// remote is the connection to the server, if it is another than the one that was dialled.
+	// remote is the connection to the server, if it is not the one that was dialled.
 	remote net.Conn
-	// many is set if one connection has many requests at once: HTTP/2.
+	// many is set if one connection can carry many requests at once: HTTP/2.
 	many bool
 
 	mu     sync.Mutex
-	dialed bool // mu protects it and all following fields: the transport has the connection
+	dialed bool // mu protects it and all following fields: the transport has taken the connection
 	passed bool // a request was passed on
 	active int  // requests that are being served
 	gone   bool // the server has ended its connection
-	broken bool // by a reset
-	// unread is set from when a request was read until it is looked at: it stays set if it is
-	// so malformed that it is not.
+	broken bool // the server's connection has ended with a reset
+	// unread is set while a request was read but not yet handled. It stays set if the
+	// request is too malformed to be handled.
 	unread bool
 }
 
@@ -65,8 +69,8 @@ func (c *connection) serveHTTP(inside stack.Conn) Outcome {
 	return x.serve(x.inside, protocols, x, rewrite)
 }
 
-// serve serves the requests that come from conn, each by handler, and passes them on as rewrite
-// makes them.
+// serve serves the requests on conn with handler, and passes them on as rewrite
+// changes them.
 func (x *exchange) serve(conn net.Conn, protocols *http.Protocols, handler http.Handler, rewrite func(*httputil.ProxyRequest)) Outcome {
 	transport, err := x.client(protocols)
 	if err != nil {
@@ -82,10 +86,10 @@ func (x *exchange) serve(conn net.Conn, protocols *http.Protocols, handler http.
 		Handler: handler, ErrorLog: discard, MaxHeaderBytes: maxHTTPHead, Protocols: protocols, HTTP2: limitsHTTP2,
 		ReadHeaderTimeout: x.sandbox.gateway.config.FirstBytes, IdleTimeout: httpIdle,
 		ConnState: func(_ net.Conn, state http.ConnState) { x.changed(state, listener) },
-		// OPTIONS * is the remote's to answer.
+		// The remote answers OPTIONS * itself.
 		DisableGeneralOptionsHandler: true,
 	}
-	_ = server.Serve(listener) // ends when the connection does
+	_ = server.Serve(listener) // it ends with the connection
 	x.handlers.Wait()
 	transport.CloseIdleConnections()
 	return x.outcome()
@@ -111,19 +115,19 @@ type client interface {
 	CloseIdleConnections()
 }
 
-// limitsHTTP2 bound what one connection keeps in memory for a sandbox, or a server, that does
-// not read.
+// limitsHTTP2 bound how much memory one connection takes for a sandbox, or a server,
+// that does not read.
 var limitsHTTP2 = &http.HTTP2Config{
 	MaxConcurrentStreams: 100, MaxReceiveBufferPerConnection: maxHTTP2Buffer, MaxReceiveBufferPerStream: 256 << 10,
 }
 
-// changed follows the state of the server's one connection.
+// changed follows the state of the sandbox's connection in the HTTP server.
 func (x *exchange) changed(state http.ConnState, listener *oneListener) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	switch state {
 	case http.StateActive:
-		x.unread = !x.many // HTTP/2 is active before there is a request
+		x.unread = !x.many // HTTP/2 becomes active before the first request
 	case http.StateClosed, http.StateHijacked:
 		_ = listener.Close()
 	}
@@ -146,8 +150,8 @@ func (x *exchange) outcome() Outcome {
 	return Closed
 }
 
-// refuseRequest logs a request that was refused. If nothing was passed on, it is the line of
-// the whole connection.
+// refuseRequest logs a refused request. If no request was passed on, it is the log
+// entry of the whole connection.
 func (x *exchange) refuseRequest(host string, d policy.Decision) {
 	x.mu.Lock()
 	passed := x.passed
@@ -186,14 +190,16 @@ func (x *exchange) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	x.mu.Lock()
 	x.passed = true
 	x.mu.Unlock()
-	// The sandbox gets the answer's headers, without ones that net/http would add.
+	// The sandbox gets only the answer's own headers, and none that net/http would
+	// add.
 	w.Header()["Content-Type"], w.Header()["Date"] = nil, nil
-	// A server may answer while the request still goes on.
+	// A server may answer before the request is complete.
 	_ = http.NewResponseController(w).EnableFullDuplex()
 	x.proxy.ServeHTTP(w, r)
 }
 
-// served ends the sandbox's connection if the server's ended meanwhile.
+// served ends the sandbox's connection if the server's connection has ended
+// meanwhile.
 func (x *exchange) served() {
 	x.mu.Lock()
 	x.active--
@@ -250,7 +256,7 @@ func (x *exchange) judge(r *http.Request) (int, policy.Decision, error) {
 	return 0, verdict, nil
 }
 
-// hostOf takes the port off a Host, which must be that of the connection.
+// hostOf removes the port from a Host. The port must be that of the connection.
 func hostOf(host string, to int) (string, error) {
 	if name, port, err := net.SplitHostPort(host); err == nil {
 		if port != strconv.Itoa(to) {
@@ -261,8 +267,8 @@ func hostOf(host string, to int) (string, error) {
 	return strings.TrimSuffix(strings.TrimPrefix(host, "["), "]"), nil
 }
 
-// upgradeAllowed is true without an upgrade, and for WebSocket. After other upgrades (h2c, TLS)
-// requests would pass unseen.
+// upgradeAllowed is true for a request without an upgrade, and for WebSocket. After
+// other upgrades (h2c, TLS) requests would pass unchecked.
 func upgradeAllowed(h http.Header) bool {
 	for _, value := range h.Values("Upgrade") {
 		if !strings.EqualFold(strings.TrimSpace(value), "websocket") {
@@ -272,10 +278,12 @@ func upgradeAllowed(h http.Header) bool {
 	return len(h.Values("Http2-Settings")) == 0
 }
 
-// rewrite makes the request that the server gets. Path and query stay byte for byte.
+// rewrite makes the request for the server. Path and query stay the same byte for
+// byte.
 func rewrite(r *httputil.ProxyRequest) {
 	in, out := r.In, r.Out
-	// All names of a connection share the one to the server: the transport has one host.
+	// All names of a connection use the one connection to the server, so the
+	// transport sees one host.
 	target := &url.URL{Scheme: "http", Host: "remote", Path: in.URL.Path, RawPath: in.URL.RawPath}
 	target.RawQuery, target.ForceQuery = in.URL.RawQuery, in.URL.ForceQuery
 	if path, _, _ := strings.Cut(in.RequestURI, "?"); strings.HasPrefix(path, "/") && !strings.HasPrefix(path, "//") {
@@ -284,7 +292,7 @@ func rewrite(r *httputil.ProxyRequest) {
 	out.URL, out.Host = target, in.Host
 	for _, key := range []string{"Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto"} {
 		if values, ok := in.Header[key]; ok {
-			out.Header[key] = values // the sandbox's own; ReverseProxy has taken them out
+			out.Header[key] = values // the sandbox's own headers, which ReverseProxy has removed
 		}
 	}
 	if len(in.Trailer) > 0 && out.Body != nil {
@@ -292,7 +300,7 @@ func rewrite(r *httputil.ProxyRequest) {
 	}
 }
 
-// trailing hands the trailers of a request on, which are known when its body has ended.
+// trailing copies the trailers of a request, which are known once its body has ended.
 type trailing struct {
 	io.ReadCloser
 	from, to *http.Request
@@ -308,7 +316,8 @@ func (t *trailing) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// modifyResponse keeps the end of the server's connection the end of the sandbox's.
+// modifyResponse lets the end of the server's connection end the sandbox's
+// connection.
 func (x *exchange) modifyResponse(r *http.Response) error {
 	if r.Close {
 		r.Header.Set("Connection", "close")
@@ -316,20 +325,22 @@ func (x *exchange) modifyResponse(r *http.Response) error {
 	return nil
 }
 
-// failed breaks the sandbox's connection off when the server's has ended before its answer.
+// failed breaks the sandbox's connection off if the server's connection has ended
+// before the answer.
 func (x *exchange) failed(w http.ResponseWriter, r *http.Request, err error) {
 	if x.many {
 		x.failedOne(w, err)
 		return
 	}
 	x.mu.Lock()
-	x.broken = r.Context().Err() == nil // else the sandbox has gone
+	x.broken = r.Context().Err() == nil // otherwise the sandbox has gone
 	x.mu.Unlock()
 	_ = x.inside.Reset()
 	panic(http.ErrAbortHandler)
 }
 
-// dialOnce gives the transport the connection that was dialled before the first request.
+// dialOnce hands the transport the connection that was dialled before the first
+// request.
 func (x *exchange) dialOnce(context.Context, string, string) (net.Conn, error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -345,8 +356,8 @@ func (x *exchange) dialOnce(context.Context, string, string) (net.Conn, error) {
 	return &watched{outside: x.out, exchange: x}, nil
 }
 
-// remoteEnded notes that the server has ended its connection. While no request is served, the
-// sandbox's ends with it.
+// remoteEnded records that the server has ended its connection. While no request is
+// served, the sandbox's connection ends with it.
 func (x *exchange) remoteEnded(err error) {
 	x.mu.Lock()
 	x.gone = true

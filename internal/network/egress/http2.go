@@ -8,25 +8,26 @@ import (
 	"sync"
 )
 
-// frameHead is how long the header of an HTTP/2 frame is (RFC 9113, 4.1).
+// frameHead is the length of the header of an HTTP/2 frame (RFC 9113, 4.1).
 const frameHead = 9
 
-// streams sends requests over one connection of HTTP/2, no more at one time than the server
-// allows. net/http would count those that wait as if they were under way, and none would go on
-// if more came at once than the server allows, or before it has said how many that are.
+// streams sends requests over one HTTP/2 connection, never more at a time than the
+// server allows. net/http would count waiting requests as if they were under way.
+// Then none would continue if more came at once than the server allows, or before the
+// server has stated its limit.
 type streams struct {
 	conn    *http.ClientConn
-	bounded <-chan struct{} // closed when the server has said how many
+	bounded <-chan struct{} // closed once the server has stated its limit
 
 	mu      sync.Mutex    // protects all following fields
-	changed chan struct{} // closed, and made anew, when there may be room
+	changed chan struct{} // closed and replaced when there may be room
 }
 
-// newStreams begins HTTP/2 on a connection, whose TLS is there.
+// newStreams begins HTTP/2 on a connection that has TLS already.
 func newStreams(ctx context.Context, remote net.Conn) (*streams, error) {
 	first := &firstFrame{Conn: remote, done: make(chan struct{})}
 	protocols := new(http.Protocols)
-	protocols.SetUnencryptedHTTP2(true) // the connection given is the encrypted one
+	protocols.SetUnencryptedHTTP2(true) // net/http sees no TLS: the connection encrypts by itself
 	transport := &http.Transport{
 		DialContext:        func(context.Context, string, string) (net.Conn, error) { return first, nil },
 		DisableCompression: true, MaxResponseHeaderBytes: maxHTTPHead, Protocols: protocols, HTTP2: limitsHTTP2,
@@ -47,7 +48,7 @@ func (s *streams) wake() {
 	s.changed = make(chan struct{})
 }
 
-// RoundTrip sends a request when there is room for it.
+// RoundTrip sends a request once there is room for it.
 func (s *streams) RoundTrip(r *http.Request) (*http.Response, error) {
 	for wait := s.bounded; ; {
 		select {
@@ -62,22 +63,22 @@ func (s *streams) RoundTrip(r *http.Request) (*http.Response, error) {
 			return s.conn.RoundTrip(r)
 		}
 		if s.conn.Err() != nil {
-			return nil, errOneConnection // before anything of the request was sent
+			return nil, errOneConnection // no part of the request was sent
 		}
 	}
 }
 
-// CloseIdleConnections ends the connection: its requests have ended.
+// CloseIdleConnections ends the connection, whose requests have all ended.
 func (s *streams) CloseIdleConnections() { _ = s.conn.Close() }
 
-// firstFrame is a connection of HTTP/2 that tells when its reader has taken in the server's first
-// frame, its SETTINGS: when it reads on.
+// firstFrame is an HTTP/2 connection that reports when its reader has processed the
+// server's first frame, its SETTINGS. That is the case when the reader reads again.
 type firstFrame struct {
 	net.Conn
 
-	// These are its reader's.
-	head []byte // of the frame
-	left int    // of its payload
+	// Only the reader uses the following fields.
+	head []byte // of the first frame
+	left int    // unread bytes of its payload
 	over bool   // done is closed
 
 	done chan struct{}
@@ -89,13 +90,13 @@ func (f *firstFrame) Read(b []byte) (int, error) {
 	}
 	n, err := f.Conn.Read(b)
 	if err != nil {
-		f.end() // whoever waits is told by the connection
+		f.end() // waiting requests learn of the error from the connection
 	}
 	f.note(b[:n])
 	return n, err
 }
 
-// note follows the first frame.
+// note follows the first frame through the bytes that were read.
 func (f *firstFrame) note(b []byte) {
 	if missing := frameHead - len(f.head); missing > 0 {
 		missing = min(missing, len(b))

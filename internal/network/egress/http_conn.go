@@ -11,24 +11,26 @@ import (
 	"agentrun.dev/internal/network/stack"
 )
 
-// endable is the sandbox's connection, which can be made to look as if the sandbox had sent all
-// its requests.
+// endable is the sandbox's connection. It can be made to look as if the sandbox had
+// sent all of its requests.
 type endable struct {
 	stack.Conn
 
 	mu    sync.Mutex
 	ended bool // mu protects it and all following fields: no more requests are wanted
-	// answered is set from when a request was answered until the server waits for the next.
+	// answered is set while no request is under way: from its answer until the server
+	// waits for the next request.
 	answered bool
 	late     bool          // the read deadline has passed
-	woken    chan struct{} // is closed when a read that waits has to return
+	woken    chan struct{} // closed when a waiting read has to return
 }
 
 var past = time.Unix(1, 0)
 
-// Read hides from the server that the sandbox has sent all, while a request is being served:
-// the server would take it for a sandbox that has gone, and give the request up. It looks for
-// that with reads of one byte, which it ends by a deadline in the past.
+// Read hides the end of the sandbox's stream while a request is served. Otherwise the
+// server would conclude that the sandbox has gone, and give the request up. The
+// server checks for that with reads of one byte, which it ends by a deadline in the
+// past.
 func (e *endable) Read(b []byte) (int, error) {
 	n, err := e.Conn.Read(b)
 	if len(b) != 1 || !errors.Is(err, io.EOF) {
@@ -50,7 +52,8 @@ func (e *endable) Read(b []byte) (int, error) {
 	return 0, os.ErrDeadlineExceeded
 }
 
-// answer notes that a request was answered: the end of the sandbox's requests may be seen.
+// answer records that a request was answered. From now on the end of the stream may
+// be seen.
 func (e *endable) answer() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -58,7 +61,7 @@ func (e *endable) answer() {
 	e.wake()
 }
 
-// end makes the server's next read the last.
+// end makes the server's next read fail.
 func (e *endable) end() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -67,7 +70,7 @@ func (e *endable) end() {
 	_ = e.Conn.SetReadDeadline(past)
 }
 
-// Close also ends a read that waits.
+// Close also ends a waiting read.
 func (e *endable) Close() error {
 	e.mu.Lock()
 	e.late = true
@@ -76,7 +79,7 @@ func (e *endable) Close() error {
 	return e.Conn.Close()
 }
 
-// wake ends a read that waits. The caller holds e.mu.
+// wake ends a waiting read. The caller holds e.mu.
 func (e *endable) wake() {
 	if e.woken != nil {
 		close(e.woken)
@@ -84,8 +87,8 @@ func (e *endable) wake() {
 	}
 }
 
-// SetReadDeadline is what the server calls before it reads. Only a deadline that is to come is
-// for a request.
+// SetReadDeadline is called by the server before it reads. Only a deadline in the
+// future announces the next request.
 func (e *endable) SetReadDeadline(t time.Time) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -101,12 +104,12 @@ func (e *endable) SetReadDeadline(t time.Time) error {
 	return e.Conn.SetReadDeadline(t)
 }
 
-// SetDeadline is what the server calls when a request takes the connection over.
+// SetDeadline is called by the server when a request takes the connection over.
 func (e *endable) SetDeadline(t time.Time) error {
 	return errors.Join(e.SetReadDeadline(t), e.SetWriteDeadline(t))
 }
 
-// watched is the connection to the server, whose end is noticed.
+// watched is the connection to the server. It reports its end to the exchange.
 type watched struct {
 	*outside
 	exchange *exchange
@@ -121,15 +124,15 @@ func (w *watched) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// Close is the transport's: it ends a connection of which it understands no more, as after bytes
-// that it has not asked for.
+// Close is called by the transport when it cannot parse the connection any more, for
+// example after unsolicited bytes.
 func (w *watched) Close() error {
 	err := w.outside.Close()
 	w.once.Do(func() { w.exchange.remoteEnded(net.ErrClosed) })
 	return err
 }
 
-// oneListener accepts one connection, and then waits until it is closed.
+// oneListener accepts one connection, and then blocks until it is closed.
 type oneListener struct {
 	conn   chan net.Conn
 	closed chan struct{}

@@ -81,7 +81,7 @@ func webServer(t *testing.T) http.Handler {
 	})
 }
 
-// flushing sends each write on at once.
+// flushing flushes each write.
 type flushing struct{ http.ResponseWriter }
 
 func (f flushing) Write(b []byte) (int, error) {
@@ -90,7 +90,7 @@ func (f flushing) Write(b []byte) (int, error) {
 	return n, err
 }
 
-// newWeb returns a client whose connections go through a sandbox that may speak to
+// newWeb returns a client whose connections go through a sandbox that may connect to
 // allowed.example and second.example on port 80.
 func newWeb(t *testing.T) (*world, *Sandbox, *http.Client) {
 	w := newWorld(t)
@@ -171,7 +171,7 @@ func TestHTTP(t *testing.T) {
 		}
 		r.Trailer = http.Header{"X-Sum": {"17"}}
 		go func() { _, _ = io.WriteString(write, "first") }()
-		answer, err := client.Do(r) // returns although the request goes on
+		answer, err := client.Do(r) // it returns before the request is complete
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -295,8 +295,8 @@ func TestHTTP(t *testing.T) {
 	})
 }
 
-// TestHTTPServerLeaves shows that an idle connection ends when the server ends it, or says what it
-// was not asked, after which nothing can be understood.
+// TestHTTPServerLeaves: an idle connection ends when the server ends it. It also ends
+// when the server sends unsolicited bytes, after which nothing can be parsed.
 func TestHTTPServerLeaves(t *testing.T) {
 	over := make(chan struct{})
 	t.Cleanup(func() { close(over) })
@@ -345,7 +345,7 @@ func testServerLeaves(t *testing.T, leave func(net.Conn)) {
 	}
 }
 
-// FuzzHTTP sends bytes to port 80 of an allowed name: no server hears of another name.
+// FuzzHTTP sends bytes to port 80 of an allowed name. No server sees another name.
 func FuzzHTTP(f *testing.F) {
 	w := newWorld(f)
 	w.upstream.set("allowed.example. A", addrAllowed)

@@ -10,8 +10,9 @@ import (
 	"time"
 )
 
-// FuzzInject sends bytes, inside of TLS, to a host whose requests get a credential: the value is
-// in one header of requests to this host, and the placeholder is never sent in its place.
+// FuzzInject sends bytes, inside of TLS, to a host whose requests get a credential.
+// The value is in one header of requests to this host, and the placeholder is never
+// sent in its place.
 func FuzzInject(f *testing.F) {
 	n := newInjecting(f, allow("allowed.example:443"))
 	for _, row := range hostileRequests {

@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// overHTTP2 is a program in the sandbox that speaks with the host over one connection of
-// HTTP/2. Requests wait until it is there.
+// overHTTP2 is a program in the sandbox that speaks with the host over one HTTP/2
+// connection. Requests wait for the connection.
 func (n *injecting) overHTTP2(t *testing.T) *http.Transport {
 	t.Helper()
 	protocols := new(http.Protocols)
@@ -30,8 +30,9 @@ func (n *injecting) overHTTP2(t *testing.T) *http.Transport {
 	return program
 }
 
-// TestInjectFirstRequests: requests that come while the first one still gets the connection to
-// the server share it: none is told to connect anew.
+// TestInjectFirstRequests: requests that come while the first one is still opening
+// the connection to the server share that connection. No request is told to
+// reconnect.
 func TestInjectFirstRequests(t *testing.T) {
 	const rounds, requests = 10, 50
 	n := newInjecting(t, allow("allowed.example:443"))
@@ -61,8 +62,8 @@ func TestInjectFirstRequests(t *testing.T) {
 	}
 }
 
-// TestInjectFewStreams: a server that allows few requests at one time gets all of many that come
-// at once, and no more at one time than it allows.
+// TestInjectFewStreams: a server that allows few requests at a time gets all of many
+// simultaneous requests, and never more at a time than it allows.
 func TestInjectFewStreams(t *testing.T) {
 	const allowed, requests = 3, 60
 	n := newInjecting(t, allow("allowed.example:443"))
@@ -92,8 +93,8 @@ func TestInjectFewStreams(t *testing.T) {
 	}
 }
 
-// TestInjectOpenedAhead: the server hears of a connection that has no request yet, and does not
-// take it for one that never speaks.
+// TestInjectOpenedAhead: the server sees a connection without a request so far, and
+// does not time it out as silent.
 func TestInjectOpenedAhead(t *testing.T) {
 	n := newInjecting(t, allow("allowed.example:443"))
 	conn, err := n.dialTLS(t, "allowed.example", alpnHTTP2)
@@ -104,8 +105,8 @@ func TestInjectOpenedAhead(t *testing.T) {
 	<-n.greeted
 }
 
-// TestFirstFrame: the bound is known when the reader of the first frame reads on, however it is
-// cut.
+// TestFirstFrame: the limit counts as known when the reader of the first frame reads
+// on, however the frame is cut.
 func TestFirstFrame(t *testing.T) {
 	frames := []byte{0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 7, 0, 0, 0, 4, 1, 0, 0, 0, 0}
 	for size := 1; size <= len(frames); size++ {
@@ -135,8 +136,8 @@ func TestFirstFrame(t *testing.T) {
 	}
 }
 
-// FuzzFirstFrame: whatever a server sends first, in whatever pieces, the bound is taken for known
-// no earlier than its first frame has been read.
+// FuzzFirstFrame: for any first bytes of a server, in any pieces, the limit counts as
+// known only after the first frame has been read.
 func FuzzFirstFrame(f *testing.F) {
 	f.Add([]byte{0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 7, 1}, uint8(3))
 	f.Add([]byte{255, 255, 255, 4, 0}, uint8(0))
@@ -159,8 +160,8 @@ func FuzzFirstFrame(f *testing.F) {
 func TestInjectManyStreams(t *testing.T) {
 	n := newInjecting(t, allow("allowed.example:443"))
 	client := n.overHTTP2(t)
-	// Go's client waits for ever if more requests than the 100 that the other side allows come
-	// at once (net/http counts those that wait as if they were under way).
+	// Go's client waits forever if more requests come at once than the 100 that the
+	// other side allows (net/http counts waiting requests as if they were under way).
 	var wait errgroup.Group
 	wait.SetLimit(64)
 	for i := range 150 {

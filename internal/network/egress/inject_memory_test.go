@@ -9,8 +9,9 @@ import (
 	"testing"
 )
 
-// TestInjectMemory: what HTTP/2 keeps of a connection is taken of the memory of all connections.
-// Without any left a connection is refused by name, and a request is answered with 503.
+// TestInjectMemory: the memory of HTTP/2 connections is taken from that of all
+// connections. Without memory a connection is refused with the reason, and a request
+// is answered with 503.
 func TestInjectMemory(t *testing.T) {
 	n := newInjecting(t, allow("allowed.example:443"))
 	n.memory = new(atomic.Int64)
@@ -41,7 +42,7 @@ func TestInjectMemory(t *testing.T) {
 	if _, err := get(n.client(t, true)); err == nil {
 		t.Error("there is memory for one connection, and two are served")
 	}
-	for { // the log has the reason, once the sandbox has been told
+	for { // the log has the reason once the sandbox was answered
 		changed := n.sandbox.LogChanged()
 		if slices.ContainsFunc(n.sandbox.Log(0, 100), func(e Entry) bool { return strings.Contains(e.Reason, "memory") }) {
 			break

@@ -31,20 +31,20 @@ const (
 	theHost        = policy.Name("allowed.example")
 )
 
-// injecting is a sandbox whose requests to allowed.example get a credential, and the server
-// there, which notes what it gets.
+// injecting is a sandbox whose requests to allowed.example get a credential, with the
+// server of that name, which records its requests.
 type injecting struct {
 	*world
 	sandbox *Sandbox
 	rules   Rules
 	ca      *authority.Authority
 	trust   *x509.CertPool   // of programs in the sandbox
-	memory  *atomic.Int64    // that connections have reserved; nil is not counted
+	memory  *atomic.Int64    // reserved by connections; nil does not count
 	streams http.HTTP2Config // of the server, before its first connection
-	greeted chan struct{}    // gets what the server has heard the first words of HTTP/2 of
+	greeted chan struct{}    // receives once the server has read the HTTP/2 preface
 
 	mu   sync.Mutex
-	got  []*http.Request // mu protects it and body
+	got  []*http.Request // protected by mu, like body
 	body []string
 }
 
@@ -87,7 +87,7 @@ func newInjecting(t testing.TB, rules Rules) *injecting {
 	return n
 }
 
-// serveHTTPS plays the host; it returns the CA of its certificate.
+// serveHTTPS plays the host. It returns the CA of its certificate.
 func (n *injecting) serveHTTPS(t testing.TB, at string) *x509.CertPool {
 	t.Helper()
 	cert, pool := certificate(t)
@@ -152,7 +152,8 @@ func (n *injecting) note1(r *http.Request, body string) {
 	n.got, n.body = append(n.got, r), append(n.body, body)
 }
 
-// reached are the requests that the server got, and their bodies; both are forgotten.
+// reached returns the requests that the server got, and their bodies, and clears both
+// lists.
 func (n *injecting) reached() ([]*http.Request, []string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -161,7 +162,7 @@ func (n *injecting) reached() ([]*http.Request, []string) {
 	return got, body
 }
 
-// dialTLS is TLS of a program in the sandbox with the host.
+// dialTLS opens TLS from a program in the sandbox to the host.
 func (n *injecting) dialTLS(t testing.TB, name string, protocols ...string) (*tls.Conn, error) {
 	t.Helper()
 	conn, err := connectWith(t, n.sandbox, addrAllowed+":443", n.memory)
@@ -174,7 +175,7 @@ func (n *injecting) dialTLS(t testing.TB, name string, protocols ...string) (*tl
 	return c, c.HandshakeContext(ctx)
 }
 
-// client is one of a program in the sandbox.
+// client is the HTTP client of a program in the sandbox.
 func (n *injecting) client(t testing.TB, two bool) *http.Client {
 	protocols, offers := new(http.Protocols), []string{alpnHTTP1}
 	protocols.SetHTTP1(!two)
@@ -196,7 +197,8 @@ func (n *injecting) client(t testing.TB, two bool) *http.Client {
 	return &http.Client{Transport: transport, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 }
 
-// TestInject: requests get the value, over both versions of HTTP, and nothing else does.
+// TestInject: requests get the value, over both versions of HTTP. Everything else
+// does not.
 func TestInject(t *testing.T) {
 	for proto, two := range map[string]bool{"HTTP/1.1": false, "HTTP/2.0": true} {
 		t.Run(proto, func(t *testing.T) {
@@ -237,7 +239,8 @@ func TestInject(t *testing.T) {
 	}
 }
 
-// TestInjectRotates: the next request on the same connection has the new value, or is refused.
+// TestInjectRotates: the next request on the same connection gets the new value, or
+// is refused.
 func TestInjectRotates(t *testing.T) {
 	for _, two := range []bool{false, true} {
 		n := newInjecting(t, allow("allowed.example:443"))
@@ -299,9 +302,10 @@ func TestInjectRotates(t *testing.T) {
 	}
 }
 
-// hostileRequests are raw requests of a program in the sandbox. What passes reaches the server
-// with want as its Authorization, which is all that has the value; what does not is refused with
-// that reason in the log, or by net/http before anything is decided.
+// hostileRequests are raw requests of a program in the sandbox. A request that passes
+// reaches the server with want as its Authorization, and no other part has the value.
+// A request that does not pass is refused with that reason in the log, or by net/http
+// before any decision.
 var hostileRequests = []struct {
 	name, request string
 	passes        bool
@@ -350,7 +354,8 @@ var hostileRequests = []struct {
 	{name: "HTTP/2 where HTTP/1.1 was agreed", request: "PRI * HTTP/2.0\r\n\r\nSM\r\n", reason: `the request is for ""`},
 }
 
-// TestInjectHostileRequests: the value goes into the one header of requests to the one host.
+// TestInjectHostileRequests: the value goes only into the one header of requests to
+// the one host.
 func TestInjectHostileRequests(t *testing.T) {
 	n := newInjecting(t, allow("allowed.example:443", "evil.example:443"))
 	h := hostOfTest(t, n.ca, theValue)
@@ -403,7 +408,7 @@ func TestInjectHostileRequests(t *testing.T) {
 	}
 }
 
-// TestInjectHTTP2Hostile: what only HTTP/2 can say.
+// TestInjectHTTP2Hostile: hostile requests that only HTTP/2 can express.
 func TestInjectHTTP2Hostile(t *testing.T) {
 	n := newInjecting(t, allow("allowed.example:443", "evil.example:443"))
 	client := n.client(t, true)
@@ -437,7 +442,7 @@ func TestInjectHTTP2Hostile(t *testing.T) {
 	}
 }
 
-// TestInjectRedirect: another host gets the placeholder, if anything.
+// TestInjectRedirect: another host gets the placeholder at most.
 func TestInjectRedirect(t *testing.T) {
 	n := newInjecting(t, allow("allowed.example:443", "evil.example:443"))
 	resolve(t, n.sandbox, "evil.example")
@@ -454,7 +459,8 @@ func TestInjectRedirect(t *testing.T) {
 	if got, _ := n.reached(); len(got) != 1 {
 		t.Fatalf("%d requests", len(got))
 	}
-	// To evil.example the connection is the sandbox's own: it sees the server's certificate.
+	// The connection to evil.example is the sandbox's own, so it sees the server's
+	// certificate.
 	conn, err := connect(t, n.sandbox, addrAllowed+":443")
 	if err != nil {
 		t.Fatal(err)
@@ -490,7 +496,7 @@ func TestInjectWebSocket(t *testing.T) {
 	}
 }
 
-// TestInjectConnections: which connections are intercepted, and which refused.
+// TestInjectConnections: which connections are intercepted, and which are refused.
 func TestInjectConnections(t *testing.T) {
 	t.Run("unverified server", func(t *testing.T) {
 		n := newInjecting(t, allow("allowed.example:443"))
@@ -626,8 +632,8 @@ func leafOf(t testing.TB, ca *authority.Authority, name policy.Name) ([]byte, in
 	return certificate, inject.Value(key)
 }
 
-// TestInjectStreams: each piece of an answer arrives when it was sent, while the request goes
-// on, as models answer word by word.
+// TestInjectStreams: each piece of an answer arrives when it is sent, while the
+// request goes on, like the answers of models word by word.
 func TestInjectStreams(t *testing.T) {
 	for _, two := range []bool{false, true} {
 		n := newInjecting(t, allow("allowed.example:443"))
@@ -635,7 +641,7 @@ func TestInjectStreams(t *testing.T) {
 		r, _ := http.NewRequest(http.MethodPost, "https://allowed.example/stream", read)
 		r.Header.Set("Authorization", "Bearer "+thePlaceholder)
 		go func() { _, _ = io.WriteString(write, "word0") }()
-		answer, err := n.client(t, two).Do(r) // returns although the request goes on
+		answer, err := n.client(t, two).Do(r) // it returns before the request is complete
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -17,17 +17,18 @@ import (
 	"agentrun.dev/internal/network/stack"
 )
 
-// Protocols that are spoken inside of TLS (ALPN).
+// Protocols inside of TLS, by their ALPN names.
 const (
 	alpnHTTP1 = "http/1.1"
 	alpnHTTP2 = "h2"
 )
 
-// SetRoots says by which CAs servers are verified that credentials are sent to. Without any,
-// none is.
+// SetRoots sets the CAs that verify the servers that credentials are sent to. Without
+// any CA, verification fails.
 func (g *Gateway) SetRoots(roots *x509.CertPool) { g.roots.Store(roots) }
 
-// injects is the host whose requests get credentials, if the sandbox got an address for one.
+// injects returns the host whose requests get credentials, if the sandbox got an
+// address for such a host.
 func injects(rules Rules, pinned []pin) policy.Name {
 	for _, p := range pinned {
 		if rules.Inject[p.name] != nil {
@@ -37,7 +38,8 @@ func injects(rules Rules, pinned []pin) policy.Name {
 	return ""
 }
 
-// withUses adds the credentials that a connection has used to what the log says of it.
+// withUses appends the credentials that a connection has used to the reason in its
+// log entry.
 func withUses(reason string, used map[string]int) string {
 	if len(used) == 0 {
 		return reason
@@ -49,18 +51,19 @@ func withUses(reason string, used map[string]int) string {
 	return strings.TrimPrefix(reason+"; credentials: "+strings.Join(list, ", "), "; ")
 }
 
-// What HTTP inside of TLS takes besides what every connection does.
+// Memory of HTTP inside of TLS, in addition to that of every connection.
 const (
-	// tlsMemory are records and the buffers of net/http, on both sides.
+	// tlsMemory is for TLS records and the buffers of net/http, on both sides.
 	tlsMemory = 128 << 10
-	// http2Memory is what both sides may send before anybody has read it, and their state.
+	// http2Memory is for the bytes that both sides may send before the other reads
+	// them, and for their state.
 	http2Memory = 2*maxHTTP2Buffer + 128<<10
-	// requestMemory is one of the many requests of such a connection: heads, what is being
-	// copied, goroutines.
+	// requestMemory is for one of the many requests of such a connection: heads, the
+	// bytes being copied, goroutines.
 	requestMemory = 192 << 10
 )
 
-// errNoMemory says that a bound of the process is reached, of which the sandbox has its share.
+// errNoMemory says that the sandbox has used up its share of a bound of the process.
 var errNoMemory = errors.New("netd has no memory left for it: there are too many connections at one time")
 
 // interception is one connection whose requests get credentials.
@@ -69,8 +72,8 @@ type interception struct {
 	host policy.Name
 }
 
-// intercept ends the sandbox's TLS here and begins one with the server, and puts credentials into
-// the requests between them.
+// intercept ends the sandbox's TLS here, begins TLS with the server, and puts
+// credentials into the requests between them.
 func (c *connection) intercept(ctx context.Context, inside stack.Conn, h hello, host *inject.Prepared) Outcome {
 	refuse := func(format string, args ...any) Outcome {
 		return c.endWith(Refused, host.Name, fmt.Errorf(format, args...))
@@ -121,13 +124,13 @@ func (c *connection) intercept(ctx context.Context, inside stack.Conn, h hello, 
 	return i.serve(program, protocols, i, i.rewrite)
 }
 
-// endWith breaks the connection off for a reason of the interception's.
+// endWith breaks the connection off for a reason in the interception.
 func (c *connection) endWith(outcome Outcome, host policy.Name, why error) Outcome {
 	c.end(outcome, policy.Decision{Kind: ByInject, Rule: "inject: " + string(host), Reason: why.Error()})
 	return outcome
 }
 
-// offered are the protocols of a ClientHello that are understood here.
+// offered returns the protocols of a ClientHello that are supported here.
 func offered(protocols []string) []string {
 	var known []string
 	for _, p := range protocols {
@@ -138,19 +141,20 @@ func offered(protocols []string) []string {
 	return known
 }
 
-// shown is TLS as the sandbox sees it: it speaks what was agreed with the server.
+// shown is the TLS configuration for the sandbox. It offers only the protocol that
+// was agreed with the server.
 func (i *interception) shown(host *inject.Prepared, agreed string) *tls.Config {
 	if agreed == "" {
 		agreed = alpnHTTP1
 	}
 	return &tls.Config{
 		Certificates: []tls.Certificate{host.Leaf}, MinVersion: tls.VersionTLS12, NextProtos: []string{agreed},
-		// Forks would all come back with the ticket of their source.
+		// All forks would present the session ticket of their source.
 		SessionTicketsDisabled: true,
 	}
 }
 
-// usesKey is where the context of a request has its credentials.
+// usesKey is the key of a request's credentials in its context.
 type usesKey struct{}
 
 // ServeHTTP serves one request.
@@ -169,7 +173,7 @@ func (i *interception) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	i.exchange.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), usesKey{}, uses)))
 }
 
-// judge decides about a request, and which credentials it gets: by the rules of now.
+// judge decides about a request and its credentials, by the current rules.
 func (i *interception) judge(r *http.Request) (int, policy.Decision, error) {
 	refuse := func(status int, format string, args ...any) (int, policy.Decision, error) {
 		return status, policy.Decision{Kind: ByInject, Rule: "inject: " + string(i.host), Reason: fmt.Sprintf(format, args...)}, nil
@@ -208,7 +212,7 @@ func (i *interception) judge(r *http.Request) (int, policy.Decision, error) {
 	return 0, policy.Decision{}, nil
 }
 
-// rewrite makes the request that the server gets.
+// rewrite makes the request for the server.
 func (i *interception) rewrite(r *httputil.ProxyRequest) {
 	rewrite(r)
 	r.Out.URL.Scheme, r.Out.Host = "https", string(i.host)
@@ -232,7 +236,7 @@ func (i *interception) rewrite(r *httputil.ProxyRequest) {
 
 // failedOne ends one of many requests. The others go on.
 func (x *exchange) failedOne(w http.ResponseWriter, err error) {
-	if errors.Is(err, errOneConnection) { // nothing of the request was sent
+	if errors.Is(err, errOneConnection) { // no part of the request was sent
 		w.Header().Set("Connection", "close")
 		http.Error(w, "the server is ending its connection: connect anew", http.StatusServiceUnavailable)
 		return
@@ -240,7 +244,7 @@ func (x *exchange) failedOne(w http.ResponseWriter, err error) {
 	panic(http.ErrAbortHandler)
 }
 
-// replayed is a connection whose first bytes were read already.
+// replayed is a connection whose first bytes have been read already.
 type replayed struct {
 	stack.Conn
 	first []byte

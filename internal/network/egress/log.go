@@ -9,23 +9,25 @@ import (
 	"agentrun.dev/internal/network/policy"
 )
 
-// Outcome is how a connection, or the attempt at one, ended.
+// Outcome is the way in which a connection, or an attempt, ended.
 type Outcome string
 
 // The outcomes.
 const (
-	// Open is that of connections that go on; they are not in the log yet.
+	// Open: the connection is still open. It is not in the log yet.
 	Open Outcome = "open"
-	// Closed is a connection that both sides ended.
+	// Closed: both sides ended the connection.
 	Closed Outcome = "closed"
-	// ResetByRemote and ResetBySandbox are connections that one side broke off.
+	// ResetByRemote and ResetBySandbox: one side broke the connection off.
 	ResetByRemote  Outcome = "reset by remote"
 	ResetBySandbox Outcome = "reset by sandbox"
-	// Refused is what the policy did not allow; nothing was sent to the other side.
+	// Refused: the policy did not allow the connection. Nothing was sent to the other
+	// side.
 	Refused Outcome = "refused"
-	// Failed is what the policy allowed, and the outside did not answer.
+	// Failed: the policy allowed the connection, but the outside did not answer.
 	Failed Outcome = "failed"
-	// Cut is a connection that a change of the policy, or the end of the sandbox, has ended.
+	// Cut: a change of the policy, or the end of the sandbox, has ended the
+	// connection.
 	Cut Outcome = "cut"
 )
 
@@ -33,34 +35,37 @@ const (
 type Entry struct {
 	// Seq counts up from 1 without gaps.
 	Seq uint64
-	// Time is when the connection was asked for, Ended when the entry was written.
+	// Time is when the sandbox asked for the connection. Ended is when the entry was
+	// written.
 	Time, Ended time.Time
 	// Protocol is tcp, udp or dns.
 	Protocol string
-	// Name is the name that the connection was for, if one is known.
+	// Name is the name that the connection was for, if it is known.
 	Name string
-	// Address is where the sandbox wanted to connect to; Remote is what was dialled instead,
-	// if the name has moved since the sandbox resolved it.
+	// Address is the address that the sandbox asked for. Remote is the address that
+	// was dialled instead, if the name has moved since the sandbox resolved it.
 	Address, Remote netip.AddrPort
-	// Sent and Received are bytes as the sandbox sees them.
+	// Sent and Received count bytes from the sandbox's point of view.
 	Sent, Received uint64
-	// Rule decided, and Kind is its kind. Reason says why, in words.
+	// Rule has decided, and Kind is its kind. Reason says why, for people.
 	Rule    string
 	Kind    policy.Kind
 	Reason  string
 	Outcome Outcome
-	// Repeated is how many further attempts were refused in the same way since Time.
+	// Repeated is how many further attempts were refused for the same reason since
+	// Time.
 	Repeated uint64
 }
 
-// similar reports whether an entry is a refusal that another one repeats.
+// similar reports whether another entry is the same refusal.
 func (e *Entry) similar(other Entry) bool {
 	return e.Outcome == Refused && other.Outcome == Refused && e.Protocol == other.Protocol &&
 		e.Name == other.Name && e.Address == other.Address && e.Rule == other.Rule && e.Reason == other.Reason
 }
 
-// maxReason bounds the reason of an entry, of which a log keeps many: a sandbox can have an
-// address for 32 long names, all of which are in the reason of a refusal.
+// maxReason bounds the reason of an entry, because a log keeps many entries. A
+// sandbox can have an address for 32 long names, and the reason of a refusal contains
+// all of them.
 const maxReason = 512
 
 // ring keeps the last entries.
@@ -68,13 +73,13 @@ type ring struct {
 	size int
 
 	mu      sync.Mutex
-	entries []Entry       // mu protects it and all following fields; the entry of sequence number n is at (n-1) % size
+	entries []Entry       // mu protects it and all following fields; the entry with sequence number n is at (n-1) % size
 	last    uint64        // sequence number of the newest entry
-	changed chan struct{} // is closed at the next entry; nil if nobody waits
+	changed chan struct{} // closed at the next entry; nil if no reader waits
 }
 
-// add appends an entry. A refusal that repeats the newest one is counted there, so that a loop
-// that connects again and again does not push everything else out.
+// add appends an entry. A refusal that repeats the newest entry is counted there, so
+// that a loop of attempts does not displace all other entries.
 func (r *ring) add(e Entry) {
 	e.Reason = strings.Clone(e.Reason[:min(len(e.Reason), maxReason)])
 	r.mu.Lock()
@@ -99,8 +104,8 @@ func (r *ring) add(e Entry) {
 	}
 }
 
-// since returns up to limit entries after a sequence number, oldest first. A number that was
-// never given is of a log before this one: then it returns the first entries.
+// since returns up to limit entries after a sequence number, oldest first. A number
+// that is too high comes from an earlier log; then since returns the first entries.
 func (r *ring) since(seq uint64, limit int) []Entry {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -115,7 +120,7 @@ func (r *ring) since(seq uint64, limit int) []Entry {
 	return list
 }
 
-// next returns a channel that is closed at the next entry, or repetition.
+// next returns a channel that is closed at the next entry or repetition.
 func (r *ring) next() <-chan struct{} {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -5,8 +5,9 @@ import (
 	"testing"
 )
 
-// TestSince: entries come from a number on, the oldest that are left if those are gone, and
-// from the first if the number is of another log.
+// TestSince: entries are returned from a number on. If those are gone, the oldest
+// kept entries are returned, and if the number comes from another log, the first
+// ones.
 func TestSince(t *testing.T) {
 	r := &ring{size: 3}
 	seqs := func(after uint64, limit int) (out []uint64) {
@@ -24,7 +25,7 @@ func TestSince(t *testing.T) {
 	for _, c := range []struct {
 		after       uint64
 		limit       int
-		first, last uint64 // 0 is none
+		first, last uint64 // 0: no entries
 	}{
 		{0, 9, 3, 5}, {2, 9, 3, 5}, {3, 9, 4, 5}, {3, 1, 4, 4}, {5, 9, 0, 0}, {6, 9, 3, 5}, {1 << 63, 9, 3, 5},
 	} {
@@ -41,7 +42,7 @@ func TestSince(t *testing.T) {
 	}
 }
 
-// TestLongReasons: what a sandbox says, or is called, makes no entry of its log long.
+// TestLongReasons: no name or text of a sandbox makes an entry of its log long.
 func TestLongReasons(t *testing.T) {
 	r := ring{size: 4}
 	r.add(Entry{Reason: strings.Repeat("x", 1<<20)})

@@ -9,10 +9,10 @@ import (
 	"agentrun.dev/internal/network/policy"
 )
 
-// names is a Sandbox as the resolver sees it: its dns.Asker.
+// names is the Sandbox as a dns.Asker, for the resolver.
 type names Sandbox
 
-// MayResolve allows names that the policy allows on some port.
+// MayResolve allows the names that the policy allows on some port.
 func (n *names) MayResolve(text string) dns.Verdict {
 	name, err := policy.ParseName(text)
 	if err != nil {
@@ -26,7 +26,7 @@ func (n *names) MayResolve(text string) dns.Verdict {
 	return verdict
 }
 
-// MayAlias asks the policy whether a name may lead to an alias.
+// MayAlias asks the policy whether alias may be an alias of the name.
 func (n *names) MayAlias(text, alias string) bool {
 	name, err := policy.ParseName(text)
 	if err != nil {
@@ -34,12 +34,12 @@ func (n *names) MayAlias(text, alias string) bool {
 	}
 	target, err := policy.ParseName(alias)
 	if err != nil {
-		return true // no rule can be about it
+		return true // no rule can match it
 	}
 	return (*Sandbox)(n).current().Policy.LeadsTo(name, target)
 }
 
-// Resolved pins the addresses that the sandbox may be told.
+// Resolved pins the addresses that the sandbox may learn.
 func (n *names) Resolved(text string, answer dns.Answer) ([]netip.Addr, string) {
 	s := (*Sandbox)(n)
 	name, err := policy.ParseName(text)

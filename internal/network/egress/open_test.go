@@ -11,7 +11,8 @@ import (
 	"golang.org/x/net/dns/dnsmessage"
 )
 
-// TestOpen shows what passes with egress: allow, without and with rules that deny names.
+// TestOpen: which connections pass with egress: allow, without and with rules that
+// deny names.
 func TestOpen(t *testing.T) {
 	w := newWorld(t)
 	w.upstream.set("any.example. A", addrOther)
@@ -57,8 +58,8 @@ func TestOpen(t *testing.T) {
 	}
 }
 
-// TestECH shows that the switch lets encrypted names through, for allowed outer ones, and that
-// switching it off cuts them.
+// TestECH: with ECH set, encrypted names pass with allowed outer names. Clearing it
+// cuts their connections.
 func TestECH(t *testing.T) {
 	w := newWorld(t)
 	w.upstream.set("allowed.example. A", addrAllowed)

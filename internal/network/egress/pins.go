@@ -10,32 +10,35 @@ import (
 	"agentrun.dev/internal/network/policy"
 )
 
-// maxNamesOfAddress bounds the names of one address, of which servers of many sites have many.
+// maxNamesOfAddress bounds the names of one address, because a server of many sites
+// has many names.
 const maxNamesOfAddress = 32
 
-// Pin says that a sandbox got an address for a name. Forks and woken sandboxes inherit it.
+// Pin records that a sandbox got an address for a name. Forks and woken sandboxes
+// inherit it.
 type Pin struct {
 	Addr netip.Addr
 	Name string
-	// Internal is set if an upstream of an internal domain gave the address.
+	// Internal is set if an upstream of an internal domain has given the address.
 	Internal bool
 }
 
-// pins are those of one sandbox. Its user holds the sandbox's mutex.
+// pins are the pins of one sandbox. The caller holds the sandbox's mutex.
 type pins struct {
 	limit  int
 	count  int
-	byAddr map[netip.Addr][]pin // made at the first pin: most sandboxes are idle
+	byAddr map[netip.Addr][]pin // made with the first pin, since most sandboxes are idle
 }
 
 type pin struct {
 	name     policy.Name
 	internal bool
-	// expires is when the name is to be resolved again before the address is dialled.
+	// expires is when the name has to be resolved again before the address is
+	// dialled.
 	expires time.Time
 }
 
-// add pins addresses to a name, in place of pins of equal address and name.
+// add pins addresses to a name. It replaces pins with the same address and name.
 func (p *pins) add(name policy.Name, addrs []netip.Addr, internal bool, expires time.Time) {
 	if p.byAddr == nil {
 		p.byAddr = make(map[netip.Addr][]pin)
@@ -57,7 +60,7 @@ func (p *pins) add(name policy.Name, addrs []netip.Addr, internal bool, expires 
 	}
 }
 
-// inherit adds another sandbox's pins, as ones that have expired.
+// inherit adds another sandbox's pins as expired ones.
 func (p *pins) inherit(list []Pin) {
 	for _, pin := range list {
 		name, err := policy.ParseName(pin.Name)
@@ -70,7 +73,7 @@ func (p *pins) inherit(list []Pin) {
 // of returns a copy of the pins of an address.
 func (p *pins) of(addr netip.Addr) []pin { return slices.Clone(p.byAddr[addr]) }
 
-// all returns the pins in an order that does not vary.
+// all returns the pins in a stable order.
 func (p *pins) all() []Pin {
 	list := make([]Pin, 0, p.count)
 	for addr, pins := range p.byAddr {
@@ -82,7 +85,8 @@ func (p *pins) all() []Pin {
 	return list
 }
 
-// dropOldest makes room: the pin that expired first, or will, is the least likely to be used.
+// dropOldest makes room. It drops the pin with the earliest expiry, which is the
+// least likely to be used.
 func (p *pins) dropOldest() {
 	var at netip.Addr
 	var found *pin

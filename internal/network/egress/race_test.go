@@ -8,8 +8,8 @@ import (
 	"agentrun.dev/internal/network/policy"
 )
 
-// TestRulesChangeMeanwhile opens connections while the rules change, with the change at the
-// worst moment: after the decision, while the remote is dialled.
+// TestRulesChangeMeanwhile opens connections while the rules change. The change comes
+// at the worst moment: after the decision, during the dial.
 func TestRulesChangeMeanwhile(t *testing.T) {
 	w := newWorld(t)
 	w.serveEcho(t, addrOther+":22")
@@ -29,8 +29,8 @@ func TestRulesChangeMeanwhile(t *testing.T) {
 	}
 }
 
-// TestManyAtOnce opens, uses and cuts connections from many goroutines, and shows that the
-// counters add up and never go down.
+// TestManyAtOnce opens, uses and cuts connections from many goroutines. The counters
+// add up and never decrease.
 func TestManyAtOnce(t *testing.T) {
 	w := newWorld(t)
 	w.serveEcho(t, addrOther+":22")
@@ -88,12 +88,12 @@ func TestManyAtOnce(t *testing.T) {
 	}
 }
 
-// TestIdleSandboxIsSmall bounds what a sandbox costs that never connects.
+// TestIdleSandboxIsSmall bounds the memory of a sandbox that never connects.
 func TestIdleSandboxIsSmall(t *testing.T) {
 	w := newWorld(t)
 	rules := allow("allowed.example:443")
 	perSandbox := math.Inf(1)
-	for range 5 { // others allocate as well, at times
+	for range 5 { // other goroutines allocate as well, at times
 		perSandbox = min(perSandbox, testing.AllocsPerRun(100, func() { w.gateway.NewSandbox(rules, Inheritance{}).Close() }))
 	}
 	if perSandbox > 4 {

@@ -20,7 +20,8 @@ import (
 	"agentrun.dev/internal/network/stack"
 )
 
-// TestUDP sends datagrams where a rule says so, and shows that revoking it ends the flow.
+// TestUDP sends datagrams that a rule allows, and checks that revoking the rule ends
+// the flow.
 func TestUDP(t *testing.T) {
 	w := newWorld(t)
 	server, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
@@ -68,8 +69,8 @@ func TestUDP(t *testing.T) {
 	}
 }
 
-// TestInternalDomainIsTakenBack shows that private addresses are closed again, for connections
-// that there are and for new ones, when their domain is not internal any more.
+// TestInternalDomainIsTakenBack: when a domain is no longer internal, its private
+// addresses are closed again, for existing and for new connections.
 func TestInternalDomainIsTakenBack(t *testing.T) {
 	w := newWorld(t)
 	w.serveEcho(t, "10.1.2.3:5432")
@@ -94,7 +95,7 @@ func TestInternalDomainIsTakenBack(t *testing.T) {
 	}
 }
 
-// TestSetRules shows which live connections a change of the policy cuts.
+// TestSetRules: which live connections a change of the policy cuts.
 func TestSetRules(t *testing.T) {
 	w := newWorld(t)
 	w.upstream.set("allowed.example. A", addrAllowed)
@@ -104,8 +105,8 @@ func TestSetRules(t *testing.T) {
 		title         string
 		before, after Rules
 		to            string
-		cut           string // the reason, if it is cut
-		nameless      bool   // it says no name
+		cut           string // the reason, if the connection is cut
+		nameless      bool   // the connection has no name
 	}{
 		{"same", allow("allowed.example:443"), allow("allowed.example:443"), addrAllowed + ":443", "", false},
 		{"wider", allow("allowed.example:443"), written("allow", nil, nil), addrAllowed + ":443", "", false},
@@ -164,7 +165,7 @@ func TestSetRules(t *testing.T) {
 	}
 }
 
-// TestClose shows that nothing is left of a sandbox that has ended.
+// TestClose: a sandbox that has ended leaves nothing behind.
 func TestClose(t *testing.T) {
 	w := newWorld(t)
 	w.serveEcho(t, addrOther+":22")

@@ -29,7 +29,7 @@ type Sandbox struct {
 
 	mu     sync.Mutex
 	rules  Rules // mu protects it and all following fields
-	change int   // counts changes of rules, and of what else decisions depend on
+	change int   // counts changes of the rules, and of everything else that decisions depend on
 	pins   pins
 	live   map[*connection]struct{}
 	closed bool
@@ -40,10 +40,11 @@ type refusal struct{ policy.Decision }
 
 func (r *refusal) Error() string { return "refused by the network policy: " + r.Reason }
 
-// Unwrap makes the sandbox see a refused connection.
+// Unwrap lets the sandbox see a refused connection.
 func (r *refusal) Unwrap() error { return stack.ErrRefused }
 
-// SetRules replaces what the sandbox may do, and cuts connections that it may not have any more.
+// SetRules replaces the rules of the sandbox, and cuts connections that they do not
+// allow.
 func (s *Sandbox) SetRules(rules Rules) {
 	s.mu.Lock()
 	s.rules = rules
@@ -51,18 +52,18 @@ func (s *Sandbox) SetRules(rules Rules) {
 	s.Recheck()
 }
 
-// Recheck cuts connections that are not allowed any more, after closed ranges or internal
-// domains have changed.
+// Recheck cuts connections that are no longer allowed, after closed ranges or
+// internal domains have changed.
 func (s *Sandbox) Recheck() {
 	s.mu.Lock()
-	s.change++ // connections that are being decided about look again
+	s.change++ // connections whose decision is under way will decide again
 	s.mu.Unlock()
 	for _, c := range s.connections() {
 		c.recheck()
 	}
 }
 
-// Close cuts all connections. Nothing is opened afterwards.
+// Close cuts all connections. None can be opened afterwards.
 func (s *Sandbox) Close() {
 	s.mu.Lock()
 	s.closed = true
@@ -74,22 +75,22 @@ func (s *Sandbox) Close() {
 	s.gateway.forget(s)
 }
 
-// Inheritance is what forks of the sandbox have of it.
+// Inheritance returns the state that forks of the sandbox inherit.
 func (s *Sandbox) Inheritance() Inheritance {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return Inheritance{Pins: s.pins.all(), Wildcards: s.dns.Wildcards()}
 }
 
-// Log returns up to limit entries after a sequence number, oldest first. A gap before the first
-// one shows that older entries have gone.
+// Log returns up to limit entries after a sequence number, oldest first. A gap before
+// the first entry means that older entries are gone.
 func (s *Sandbox) Log(after uint64, limit int) []Entry { return s.log.since(after, limit) }
 
-// LogChanged returns a channel that is closed when the log changes next, for those who follow
-// it. Get it before the entries.
+// LogChanged returns a channel that is closed when the log next changes. Call it
+// before Log.
 func (s *Sandbox) LogChanged() <-chan struct{} { return s.log.next() }
 
-// Connections are those that are open, in the form that they will have in the log.
+// Connections returns the open connections, in the form of log entries.
 func (s *Sandbox) Connections() []Entry {
 	var list []Entry
 	for _, c := range s.connections() {
@@ -109,7 +110,7 @@ func (s *Sandbox) connections() []*connection {
 	return list
 }
 
-// DialTCP opens a connection that the sandbox asks for.
+// DialTCP opens a connection for the sandbox.
 func (s *Sandbox) DialTCP(ctx context.Context, _, to netip.AddrPort) (stack.Remote, error) {
 	c, err := s.dial(ctx, policy.TCP, to)
 	if err != nil {
@@ -118,7 +119,7 @@ func (s *Sandbox) DialTCP(ctx context.Context, _, to netip.AddrPort) (stack.Remo
 	return c, nil
 }
 
-// DialUDP opens a flow of datagrams that the sandbox asks for.
+// DialUDP opens a flow of datagrams for the sandbox.
 func (s *Sandbox) DialUDP(ctx context.Context, _, to netip.AddrPort) (net.Conn, error) {
 	c, err := s.dial(ctx, policy.UDP, to)
 	if err != nil {
@@ -157,7 +158,7 @@ func (s *Sandbox) dial(ctx context.Context, protocol policy.Protocol, to netip.A
 	return c, nil
 }
 
-// refused is nil for what is allowed.
+// refused is the error for a decision; nil if it allows.
 func refused(d policy.Decision) error {
 	if d.Allowed {
 		return nil
@@ -165,7 +166,7 @@ func refused(d policy.Decision) error {
 	return &refusal{d}
 }
 
-// register makes a connection one that changes of the rules reach.
+// register adds a connection to those that a change of the rules rechecks.
 func (s *Sandbox) register(c *connection) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -179,13 +180,13 @@ func (s *Sandbox) register(c *connection) error {
 	return nil
 }
 
-// situation is what decisions are made by at one time.
+// situation is the basis of decisions at one time.
 type situation struct {
 	rules  Rules
 	change int
 }
 
-// situation returns that of now, with the pins of an address.
+// situation returns the current situation, with the pins of an address.
 func (s *Sandbox) situation(addr netip.Addr) (situation, []pin) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -216,7 +217,8 @@ func (s *Sandbox) decide(rules Rules, protocol policy.Protocol, to netip.AddrPor
 	}
 	query := policy.Query{Protocol: protocol, To: s.gateway.config.Guard.Check(to.Addr()), Port: to.Port()}
 	for _, p := range pinned {
-		// A domain may not be internal any more: what its servers have said then opens nothing.
+		// A domain may no longer be internal. Then the answers of its servers open no
+		// closed addresses.
 		internal := p.internal && s.gateway.config.Resolver.Internal(string(p.name))
 		query.Names = append(query.Names, policy.Pinned{Name: p.name, Internal: internal})
 	}
@@ -227,8 +229,8 @@ func (g *Gateway) inside(addr netip.Addr) bool {
 	return slices.ContainsFunc(g.config.Inside, func(p netip.Prefix) bool { return p.Contains(addr) })
 }
 
-// locate finds the address to dial. It is the one that the sandbox wants, unless the
-// connection is for a name, and no name of the address was resolved lately.
+// locate finds the address to dial. It is the address that the sandbox has asked for,
+// unless the connection needs a name and no name of the address has a fresh pin.
 func (c *connection) locate(ctx context.Context) error {
 	s := c.sandbox
 	decision, pinned := c.settled()
@@ -264,8 +266,8 @@ func (c *connection) locate(ctx context.Context) error {
 	return c.moveTo(current, moved)
 }
 
-// moveTo makes another address the one to dial. moved has the current addresses of names that
-// the sandbox knows under the old one.
+// moveTo changes the address to dial. moved has the current addresses of the names
+// that the sandbox knows under the old address.
 func (c *connection) moveTo(to netip.Addr, moved map[policy.Name]netip.Addr) error {
 	target := netip.AddrPortFrom(to, c.to.Port())
 	now, pinned := c.sandbox.situation(to)
@@ -280,7 +282,7 @@ func (c *connection) moveTo(to netip.Addr, moved map[policy.Name]netip.Addr) err
 	return nil
 }
 
-// resolve returns the current addresses of a name, and pins them. There is at least one.
+// resolve returns the current addresses of a name, at least one, and pins them.
 func (s *Sandbox) resolve(ctx context.Context, name policy.Name, six bool) ([]netip.Addr, error) {
 	answer, err := s.dns.Lookup(ctx, string(name), dns.Family(six))
 	if err != nil {

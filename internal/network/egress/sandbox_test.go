@@ -61,7 +61,7 @@ func TestTLS(t *testing.T) {
 	}
 }
 
-// TestHelloSplits sends a ClientHello in every way that it can be cut.
+// TestHelloSplits sends a ClientHello cut in every possible way.
 func TestHelloSplits(t *testing.T) {
 	w := newWorld(t)
 	w.upstream.set("allowed.example. A", addrAllowed)
@@ -86,7 +86,7 @@ func TestHelloSplits(t *testing.T) {
 				}
 			}
 			_ = conn.CloseWrite()
-			// The server does not like the hello, and says so: it got it.
+			// The server refuses the hello with an alert, so it has received it.
 			if got, err := readAll(conn); err != nil || len(got) == 0 {
 				t.Errorf("answer %q, error %v", got, err)
 			}
@@ -130,7 +130,7 @@ func TestOtherPorts(t *testing.T) {
 	}
 }
 
-// TestEnds shows that the end of one direction and breaks are passed on, both ways.
+// TestEnds: the end of one direction, and resets, are passed on both ways.
 func TestEnds(t *testing.T) {
 	w := newWorld(t)
 	remotes := make(chan *net.TCPConn)
@@ -180,8 +180,9 @@ func TestEnds(t *testing.T) {
 	outcome(ResetBySandbox)
 }
 
-// TestErrors shows what a sandbox is told of connections that the outside does not take. It
-// uses the real dial function, on the loopback, which a rule by address opens.
+// TestErrors: the errors that a sandbox sees for connections that the outside does
+// not accept. It uses the real dial function, on the loopback, which a rule by
+// address opens.
 func TestErrors(t *testing.T) {
 	w := newWorld(t)
 	w.gateway.config.Dial = Dial
@@ -196,7 +197,7 @@ func TestErrors(t *testing.T) {
 	} else {
 		_ = conn.Close()
 	}
-	const closed = "127.0.0.1:1" // nobody is given this port by chance
+	const closed = "127.0.0.1:1" // a reserved port, on which no program listens by chance
 	if _, err := connect(t, s, closed); !errors.Is(err, stack.ErrRefused) || !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("connect to a closed port: %v", err)
 	}
@@ -218,7 +219,7 @@ func TestErrors(t *testing.T) {
 	}
 }
 
-// TestMovedName connects to an address of the past, as a fork does.
+// TestMovedName connects to an old address, as a fork does.
 func TestMovedName(t *testing.T) {
 	w := newWorld(t)
 	w.upstream.set("allowed.example. A", addrMoved)
@@ -267,7 +268,7 @@ func TestMovedName(t *testing.T) {
 		}
 	})
 	t.Run("made up", func(t *testing.T) {
-		// Whoever forges a pin gets no further than the name leads.
+		// A forged pin leads only to the name's current address.
 		private := netip.MustParseAddr("10.0.0.1")
 		w.serveTLS(t, "10.1.2.3:443")
 		s := w.sandbox(t, allow("db.corp:443"), Pin{Addr: private, Name: "db.corp", Internal: true})
@@ -295,7 +296,8 @@ func TestMovedName(t *testing.T) {
 	})
 }
 
-// TestInternalDomain reaches a private address by a name that an administrator's DNS knows.
+// TestInternalDomain reaches a private address through a name that an administrator's
+// DNS knows.
 func TestInternalDomain(t *testing.T) {
 	w := newWorld(t)
 	w.serveEcho(t, "10.1.2.3:5432")
@@ -304,18 +306,19 @@ func TestInternalDomain(t *testing.T) {
 	if _, err := connect(t, s, "10.1.2.3:5432"); err != nil {
 		t.Errorf("connect to db.corp: %v", err)
 	}
-	w.guard.SetClosed([]netip.Prefix{netip.MustParsePrefix("10.1.0.0/16")}) // a cluster's services
+	w.guard.SetClosed([]netip.Prefix{netip.MustParsePrefix("10.1.0.0/16")}) // the services of a cluster
 	if _, err := connect(t, s, "10.1.2.3:5432"); err != nil {
 		t.Errorf("connect to db.corp in a closed range: %v", err)
 	}
-	// The same name by an inherited pin, and by one that claims less than is true.
+	// The same name through an inherited pin, and through a pin that claims less than
+	// is true.
 	child := w.sandbox(t, allow("db.corp:5432"), s.Inheritance().Pins...)
 	if _, err := connect(t, child, "10.1.2.3:5432"); err != nil {
 		t.Errorf("connect to db.corp in a fork: %v", err)
 	}
 }
 
-// TestDialControl shows that the real dial function checks what it connects to.
+// TestDialControl: the real dial function checks the address that it connects to.
 func TestDialControl(t *testing.T) {
 	routes, err := addresses.OpenRoutes()
 	if err != nil {
@@ -339,8 +342,9 @@ func TestDialControl(t *testing.T) {
 	}
 }
 
-// TestNarrowerTellsNoMore shows that a claim's policy beside its template's does not let DNS answer
-// what the template's alone refuses: an alias of a denied name, a private address.
+// TestNarrowerTellsNoMore: a claim's policy beside its template's does not let DNS
+// answer questions that the template's policy alone refuses: an alias of a denied
+// name, a private address.
 func TestNarrowerTellsNoMore(t *testing.T) {
 	w := newWorld(t)
 	w.upstream.set("front.example. A", "=evil.example.", addrOther)

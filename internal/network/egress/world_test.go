@@ -30,20 +30,22 @@ import (
 	"agentrun.dev/internal/network/stack"
 )
 
-// The addresses of the test's internet. Nothing is sent to them: the world's dial function
-// leads them to servers on the loopback.
+// The addresses of the test's internet. No packets are sent to them: the world's dial
+// function leads to servers on the loopback instead.
 const (
 	addrAllowed = "93.184.216.34" // of allowed.example, and of others at the same CDN
 	addrMoved   = "93.184.216.35"
-	addrOther   = "93.184.216.66" // of nobody that a policy allows
+	addrOther   = "93.184.216.66" // of a host that no policy allows
 	addrHost    = "93.184.216.99" // the host's own public address
 	addr6       = "2606:2800:220:1::34"
 )
 
-// patience is how long tests wait for what is to happen: a busy host may be slow.
+// patience is how long tests wait for an expected event, because a busy host may be
+// slow.
 const patience = time.Minute
 
-// patientConn is a connection to an upstream that is waited for, however slow the host is.
+// patientConn is a connection to an upstream without deadlines, since the host may be
+// slow.
 type patientConn struct{ net.Conn }
 
 func (patientConn) SetDeadline(time.Time) error { return nil }
@@ -53,7 +55,8 @@ func dialPatiently(ctx context.Context, network string, upstream netip.AddrPort)
 	return patientConn{conn}, err
 }
 
-// world is the internet of a test: a DNS server, and servers that note what reaches them.
+// world is the internet of a test: a DNS server, and servers that record what reaches
+// them.
 type world struct {
 	upstream *upstream
 	gateway  *Gateway
@@ -63,14 +66,15 @@ type world struct {
 	// routes leads public addresses to listeners; mu protects it and all following fields.
 	routes  map[netip.AddrPort]string
 	dials   []netip.AddrPort
-	reached []string // what servers got: "tls NAME", "http METHOD HOST URI", "raw BYTES"
-	// detour, if it is set, is what the dial function connects to instead.
+	reached []string // received by servers: "tls NAME", "http METHOD HOST URI", "raw BYTES"
+	// detour, if it is set, is the address that the dial function connects to
+	// instead.
 	detour netip.AddrPort
 	// beforeDial, if it is set, runs after an address was checked.
 	beforeDial func()
 }
 
-// hostAddresses is the host, as the guard asks about it.
+// hostAddresses are the host's addresses for the guard.
 type hostAddresses struct{}
 
 func (hostAddresses) Owns(a netip.Addr) (bool, string, error) {
@@ -99,7 +103,7 @@ func newWorld(t testing.TB) *world {
 	return w
 }
 
-// dial checks the address that it was told, as the real one does, and connects to the listener
+// dial checks the given address, as the real one does, and connects to the listener
 // that plays it.
 func (w *world) dial(ctx context.Context, network string, to netip.AddrPort, check CheckFunc) (net.Conn, error) {
 	w.mu.Lock()
@@ -180,7 +184,7 @@ func (w *world) serveTLS(t testing.TB, at ...string) *x509.CertPool {
 			if raw.n > 0 {
 				w.note("raw %d bytes", raw.n)
 			}
-			_, _ = io.Copy(io.Discard, conn) // a close before all is read would be a reset
+			_, _ = io.Copy(io.Discard, conn) // closing before everything is read would be a reset
 			return
 		}
 		w.note("tls %s", server.ConnectionState().ServerName)
@@ -213,7 +217,7 @@ func (w *world) serveHTTP(t testing.TB, handler http.Handler, at ...string) {
 	}
 	protocols := new(http.Protocols)
 	protocols.SetHTTP1(true)
-	protocols.SetUnencryptedHTTP2(true) // a server that would do what a sandbox must not
+	protocols.SetUnencryptedHTTP2(true) // an upgrade that a sandbox must not be able to use
 	server := &http.Server{ReadHeaderTimeout: time.Minute, Protocols: protocols, Handler: http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
 		w.note("http %s %s %s", r.Method, r.Host, r.RequestURI)
 		handler.ServeHTTP(rw, r)
@@ -249,13 +253,13 @@ func written(egress string, allow, deny []string) Rules {
 	return Rules{Policy: policy.Set{p}}
 }
 
-// connect is what the stack does for a connection: dial, answer the sandbox, splice.
+// connect does the stack's work for a connection: dial, answer the sandbox, splice.
 func connect(t testing.TB, s *Sandbox, to string) (*net.TCPConn, error) {
 	t.Helper()
 	return connectWith(t, s, to, nil)
 }
 
-// connectWith is connect with memory that is counted.
+// connectWith is connect with counted memory.
 func connectWith(t testing.TB, s *Sandbox, to string, memory *atomic.Int64) (*net.TCPConn, error) {
 	t.Helper()
 	remote, err := s.DialTCP(t.Context(), netip.MustParseAddrPort("10.255.255.2:40000"), netip.MustParseAddrPort(to))
@@ -275,7 +279,7 @@ func connectWith(t testing.TB, s *Sandbox, to string, memory *atomic.Int64) (*ne
 	return program, nil
 }
 
-// mustConnect is connect for connections that the policy allows so far.
+// mustConnect is connect for a connection that the policy allows.
 func mustConnect(t testing.TB, s *Sandbox, to string) *net.TCPConn {
 	t.Helper()
 	conn, err := connect(t, s, to)
@@ -285,10 +289,10 @@ func mustConnect(t testing.TB, s *Sandbox, to string) *net.TCPConn {
 	return conn
 }
 
-// resettable is a TCP connection of the loopback as the stack's are.
+// resettable is a TCP connection on the loopback with the methods of the stack's.
 type resettable struct {
 	*net.TCPConn
-	memory *atomic.Int64 // that is reserved; nil is not counted
+	memory *atomic.Int64 // reserved; nil does not count
 }
 
 func (r resettable) Reserve(bytes int) (func(), bool) {
@@ -302,7 +306,7 @@ func (r resettable) Reserve(bytes int) (func(), bool) {
 	return sync.OnceFunc(func() { r.memory.Add(-int64(bytes)) }), true
 }
 
-// testMemory is what connections may reserve whose memory is counted.
+// testMemory is how much connections with counted memory may reserve.
 const testMemory = 4 << 20
 
 func (r resettable) Reset() error {
@@ -329,7 +333,7 @@ func pair(t testing.TB) (*net.TCPConn, stack.Conn) {
 	return program.(*net.TCPConn), resettable{TCPConn: inside.(*net.TCPConn)}
 }
 
-// lookup asks our DNS as a program does.
+// lookup asks our DNS for a name, as a program does.
 func lookup(t testing.TB, s *Sandbox, name string, typ dnsmessage.Type) ([]string, dnsmessage.RCode) {
 	t.Helper()
 	m := ask(t, s, name, typ, dnsmessage.ClassINET)
@@ -374,7 +378,7 @@ func resolve(t testing.TB, s *Sandbox, names ...string) {
 	}
 }
 
-// last is the newest entry of the log, once there is one that fits.
+// last returns the newest log entry, once it satisfies fits.
 func last(t testing.TB, s *Sandbox, fits func(Entry) bool) Entry {
 	t.Helper()
 	over := time.After(patience)
@@ -422,7 +426,7 @@ type upstream struct {
 	addr netip.AddrPort
 
 	mu      sync.Mutex
-	records map[string][]string // mu protects it and asked: "name. TYPE" → addresses and aliases ("=name."), or "other.=address"
+	records map[string][]string // protected by mu, like asked: "name. TYPE" → addresses and aliases ("=name."), or "other.=address"
 	asked   []string
 }
 
@@ -450,8 +454,8 @@ func startUpstream(t testing.TB) *upstream {
 	return u
 }
 
-// set gives a name records. An expired pin is made by a TTL of 0 and dns's lower bound: tests
-// that need one inherit it.
+// set sets the records of a name. dns keeps answers for a while even with a TTL of 0,
+// so tests that need an expired pin inherit it.
 func (u *upstream) set(question string, records ...string) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -503,7 +507,7 @@ func (u *upstream) questions() []string {
 	return slices.Clone(u.asked)
 }
 
-// readAll reads a connection until it ends, or fails.
+// readAll reads a connection until its end or an error.
 func readAll(conn net.Conn) (string, error) {
 	_ = conn.SetReadDeadline(time.Now().Add(patience))
 	var b bytes.Buffer

@@ -1,6 +1,6 @@
-// Package inject is about credentials that a sandbox uses and never holds: which values
-// belong into which headers of requests to which host, and the decision about the headers of
-// one request. docs/design/injection.md has the whole.
+// Package inject handles credentials that a sandbox uses without holding them. It
+// knows which values belong into which headers of requests to which host, and decides
+// about the headers of each request. docs/design/injection.md describes the whole.
 package inject
 
 import (
@@ -15,66 +15,68 @@ import (
 	"agentrun.dev/internal/network/policy"
 )
 
-// Value is that of a secret. Formatting it never shows it.
+// Value is the value of a secret. Formatting it never shows it.
 type Value string
 
-// String tells nothing of the value.
+// String shows nothing of the value.
 func (Value) String() string { return "Value(…)" }
 
 // GoString is what %#v prints.
 func (v Value) GoString() string { return v.String() }
 
-// LogValue is what a log gets.
+// LogValue is the form for logs.
 func (v Value) LogValue() slog.Value { return slog.StringValue(v.String()) }
 
-// MarshalJSON refuses: values cross the control socket and nothing else.
+// MarshalJSON refuses, because values cross only the control socket.
 func (Value) MarshalJSON() ([]byte, error) {
 	return nil, errors.New("the value of a secret is not written as JSON")
 }
 
-// Host is one whose requests get credentials.
+// Host is a host whose requests get credentials.
 type Host struct {
 	Name policy.Name
-	// Certificate (DER) is what the sandbox is shown instead of the host's own, and Key
-	// (PKCS #8) is the leaf's own key.
+	// Certificate (DER) is shown to the sandbox instead of the host's own. Key (PKCS
+	// #8) is the leaf's own key.
 	Certificate []byte
 	Key         Value
-	// Problem says why there is no certificate: then connections to the host are refused.
+	// Problem says why the certificate is missing. Connections to the host are then
+	// refused.
 	Problem     string
 	Credentials []Credential
 }
 
 // Credential is a value that belongs into a header of requests to a host.
 type Credential struct {
-	// Secret says which it is, for people: SECRET/KEY.
+	// Secret names the secret for people: SECRET/KEY.
 	Secret string
 	Header string
-	// Format is the header's value, with {} where Placeholder is inside of the sandbox
-	// and Value outside.
+	// Format is the header's value. Its {} stands for Placeholder inside the sandbox,
+	// and for Value outside.
 	Format      string
 	Placeholder string
 	Value       Value
-	// Problem says why there is no value: then requests that ask for it are refused.
+	// Problem says why the value is missing. Requests that ask for it are then
+	// refused.
 	Problem string
 }
 
-// Slot is where a format has the value.
+// Slot is the place of the value in a Format.
 const Slot = "{}"
 
-// form is the header with some value.
+// form is the header's value with this value in the slot.
 func (c Credential) form(value string) string { return strings.Replace(c.Format, Slot, value, 1) }
 
-// Set is the hosts of one sandbox, by name. One that was prepared does not change.
+// Set holds the hosts of one sandbox, by name. A prepared Set does not change.
 type Set map[policy.Name]*Prepared
 
 // Prepared is a Host that is ready to be used.
 type Prepared struct {
 	Host
-	// Leaf is made of Certificate and Key; it is empty if there is a Problem.
+	// Leaf is made from Certificate and Key. It is empty if there is a Problem.
 	Leaf tls.Certificate
 }
 
-// Prepare reads what hosts carry.
+// Prepare parses the certificates of hosts.
 func Prepare(hosts []Host) (Set, error) {
 	set := make(Set, len(hosts))
 	for _, h := range hosts {
@@ -88,7 +90,7 @@ func Prepare(hosts []Host) (Set, error) {
 		if h.Problem == "" {
 			key, err := x509.ParsePKCS8PrivateKey([]byte(h.Key))
 			if err != nil {
-				return nil, fmt.Errorf("the key of the certificate for %s cannot be read", h.Name) // the error may show a part
+				return nil, fmt.Errorf("the key of the certificate for %s cannot be read", h.Name) // the error might show a part of the key
 			}
 			signer, ok := key.(crypto.Signer)
 			leaf, err := x509.ParseCertificate(h.Certificate)

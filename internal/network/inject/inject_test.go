@@ -18,7 +18,7 @@ func host() *Host {
 	}}
 }
 
-// TestUses: which credentials a request gets, by the placeholder that it shows.
+// TestUses: which credentials a request gets, by the placeholders in it.
 func TestUses(t *testing.T) {
 	for name, c := range map[string]struct {
 		header http.Header
@@ -49,7 +49,7 @@ func TestUses(t *testing.T) {
 	}
 }
 
-// TestValueIsHidden: nothing that prints or encodes shows a value.
+// TestValueIsHidden: no way of printing or encoding shows a value.
 func TestValueIsHidden(t *testing.T) {
 	h := host()
 	h.Key = "secret-key"

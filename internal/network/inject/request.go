@@ -10,12 +10,12 @@ import (
 	"golang.org/x/net/http/httpguts"
 )
 
-// Request is what is looked at of a request.
+// Request holds the parts of a request that the decision depends on.
 type Request struct {
 	// Target is the path with the query, as it was sent.
 	Target string
 	Header http.Header
-	// Trailer has the names of the trailers that were announced.
+	// Trailer has the names of the announced trailers.
 	Trailer http.Header
 }
 
@@ -25,8 +25,8 @@ type Use struct {
 	Value          Value
 }
 
-// Uses decides about a request to the host. It returns the credentials that the request asks
-// for, which may be none, or the reason for which the request is refused.
+// Uses decides about a request to the host. It returns the credentials that the
+// request asks for, if any, or the reason for refusing the request.
 func (h *Host) Uses(r Request) ([]Use, error) {
 	var uses []Use
 	taken := map[string]bool{}
@@ -55,7 +55,7 @@ func (h *Host) Uses(r Request) ([]Use, error) {
 	return uses, h.elsewhere(r, taken)
 }
 
-// use finds the credential that the value of a header asks for.
+// use finds the credential for the value of a header.
 func (h *Host) use(name, value string) (Use, error) {
 	var wanted []string
 	for _, c := range h.Credentials {
@@ -79,7 +79,7 @@ func (h *Host) use(name, value string) (Use, error) {
 	return Use{}, fmt.Errorf("the header %s is not %s: it has to be exactly that, so that the credential can be put in", name, strings.Join(wanted, " or "))
 }
 
-// CheckValue refuses what no header can carry. It does not show the value.
+// CheckValue refuses values that a header cannot carry. It does not show the value.
 func CheckValue(value string) error {
 	switch {
 	case value == "":
@@ -95,8 +95,8 @@ func CheckValue(value string) error {
 // MaxValue bounds the value of a header.
 const MaxValue = 8 << 10
 
-// unambiguous refuses requests that different programs read in different ways, as far as a
-// header is concerned.
+// unambiguous refuses requests whose header different programs would read in
+// different ways.
 func unambiguous(r Request, name string) error {
 	if _, is := r.Trailer[name]; is {
 		return fmt.Errorf("%s is announced as a trailer", name)
@@ -109,7 +109,7 @@ func unambiguous(r Request, name string) error {
 		}
 	}
 	for key := range r.Header {
-		// CGI, and all that follows it, takes both for the same.
+		// CGI and its successors treat both spellings as one header.
 		if key != name && strings.EqualFold(strings.ReplaceAll(key, "_", "-"), name) {
 			return fmt.Errorf("the header %.80q passes for %s in some servers", key, name)
 		}
@@ -117,7 +117,8 @@ func unambiguous(r Request, name string) error {
 	return nil
 }
 
-// elsewhere refuses a request that has a placeholder where nothing is put in.
+// elsewhere refuses a request with a placeholder in a place where no value is
+// inserted.
 func (h *Host) elsewhere(r Request, substituted map[string]bool) error {
 	for _, c := range h.Credentials {
 		if strings.Contains(r.Target, c.Placeholder) {

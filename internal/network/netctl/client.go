@@ -11,14 +11,14 @@ import (
 	"time"
 )
 
-// ErrBroken says that the connection to a netd has ended: what was asked may have been
-// done or not. Whoever wants to go on dials again, and asks what is there (List).
+// ErrBroken says that the connection to a netd has ended. The request may have been
+// carried out or not. To go on, the caller dials again and calls List.
 var ErrBroken = errors.New("the connection to netd is broken")
 
-// ErrRefused says that a netd does not want this daemon, or the other way round.
+// ErrRefused says that a netd refuses this daemon, or the daemon refuses the netd.
 var ErrRefused = errors.New("netd and daemon do not fit")
 
-// usualPatience is how long a request may take whose ctx has no deadline.
+// usualPatience is how long a request may take if its ctx has no deadline.
 const usualPatience = 30 * time.Second
 
 // Client speaks with one netd. Its methods are safe for concurrent use.
@@ -27,7 +27,7 @@ type Client struct {
 	welcome Welcome
 	ended   chan struct{} // closed when the connection has ended
 
-	mu      sync.Mutex // protects the following
+	mu      sync.Mutex // protects all following fields
 	last    uint64     // id of the newest request
 	waiting map[uint64]chan<- *Reply
 	broken  error // why the connection has ended
@@ -53,7 +53,8 @@ func (c *Client) hello(ctx context.Context) error {
 	deadline, _ := ctx.Deadline() // withDeadline has set it
 	stop := context.AfterFunc(ctx, func() { _ = c.conn.socket.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
-	// Whoever refuses a daemon may have hung up already; it says why nevertheless.
+	// A netd that refuses the daemon may have closed the connection already. Its
+	// reason can still be read.
 	sendErr := c.conn.Send(deadline, &Hello{Protocol: Protocol, Features: Features}, nil)
 	m, err := c.receiveOne(deadline)
 	if err != nil {
@@ -72,13 +73,14 @@ func (c *Client) hello(ctx context.Context) error {
 	return sendErr
 }
 
-// Welcome is what the netd has said of itself. It may have been taken over, and lie.
+// Welcome is the netd's description of itself. A netd may have been taken over, and
+// lie.
 func (c *Client) Welcome() Welcome { return c.welcome }
 
-// Done is closed when the connection has ended, for whatever reason.
+// Done is closed when the connection has ended, for any reason.
 func (c *Client) Done() <-chan struct{} { return c.ended }
 
-// Close ends the connection; the netd goes on. Requests that wait fail.
+// Close ends the connection; the netd goes on. Waiting requests fail.
 func (c *Client) Close() error {
 	err := c.conn.Close()
 	<-c.ended
@@ -88,10 +90,10 @@ func (c *Client) Close() error {
 	return err
 }
 
-// receive gives replies to those who wait for them.
+// receive hands replies to the waiting requests.
 func (c *Client) receive() {
 	err := c.receiveAll()
-	_ = c.conn.Close() // nothing more can be said
+	_ = c.conn.Close() // the connection is of no use any more
 	c.mu.Lock()
 	c.broken = fmt.Errorf("%w: %w", ErrBroken, err)
 	waiting := c.waiting
@@ -124,13 +126,13 @@ func (c *Client) receiveAll() error {
 		if !asked {
 			return fmt.Errorf("netd answered request %d, which nobody has made", r.ID)
 		}
-		if reply != nil { // else nobody waits for it any more
+		if reply != nil { // otherwise no request waits for it any more
 			reply <- r
 		}
 	}
 }
 
-// receiveOne receives a message. Nobody has asked a netd for descriptors.
+// receiveOne receives a message. A netd must not send descriptors.
 func (c *Client) receiveOne(deadline time.Time) (Message, error) {
 	m, file, err := c.conn.Receive(deadline)
 	if file != nil {
@@ -139,8 +141,8 @@ func (c *Client) receiveOne(deadline time.Time) (Message, error) {
 	return m, err
 }
 
-// call sends a request, which is made for an id, and waits for the reply. Its data
-// is decoded into result unless that is nil.
+// call sends a request, which it makes with a new id, and waits for the reply. Its
+// data is decoded into result, unless that is nil.
 func (c *Client) call(ctx context.Context, what string, request func(id uint64) Request, file *os.File, result Result) error {
 	ctx, cancel := withDeadline(ctx)
 	defer cancel()
@@ -154,7 +156,7 @@ func (c *Client) call(ctx context.Context, what string, request func(id uint64) 
 		if errors.Is(err, ErrInvalid) || errors.Is(err, errUnsent) {
 			return fmt.Errorf("%s: %w", what, err) // nothing was sent
 		}
-		_ = c.conn.Close() // half of a message may have been sent
+		_ = c.conn.Close() // a part of the message may have been sent
 		return fmt.Errorf("%s: %w: %w", what, ErrBroken, err)
 	}
 	select {
@@ -178,7 +180,8 @@ func (c *Client) call(ctx context.Context, what string, request func(id uint64) 
 	}
 }
 
-// enlist takes an id whose reply comes to a channel, which is closed if none will come.
+// enlist returns a new id and the channel of its reply. The channel is closed if no
+// reply will come.
 func (c *Client) enlist() (uint64, <-chan *Reply, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

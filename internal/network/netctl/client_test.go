@@ -18,10 +18,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// played listens at a path, as a netd does, and gives each connection to serve.
+// played listens at a path, as a netd does, and passes each connection to serve.
 func played(t *testing.T, serve func(c *Conn)) string {
 	t.Helper()
-	// Longer than a socket's path may be.
+	// The path is longer than a socket's path may be.
 	dir := filepath.Join(t.TempDir(), strings.Repeat("long", 30))
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		t.Fatal(err)
@@ -78,7 +78,7 @@ func connect(t *testing.T, path string) *Client {
 	return c
 }
 
-// TestConcurrentCalls: replies come to those who asked, in whatever order.
+// TestConcurrentCalls: each reply reaches its caller, in any order.
 func TestConcurrentCalls(t *testing.T) {
 	c := connect(t, played(t, func(c *Conn) {
 		welcome(t, c)
@@ -113,7 +113,7 @@ func TestConcurrentCalls(t *testing.T) {
 	all.Wait()
 }
 
-// TestBroken: a netd that ends fails all who wait, and all who come later.
+// TestBroken: when a netd ends, all waiting and all later calls fail.
 func TestBroken(t *testing.T) {
 	received := make(chan struct{})
 	end := make(chan struct{})
@@ -146,8 +146,8 @@ func TestBroken(t *testing.T) {
 	}
 }
 
-// TestDeadline: whoever gives up is not answered, and whoever has no time left sends
-// nothing; the connection goes on.
+// TestDeadline: a call that gives up gets no reply, and a call without any time left
+// sends nothing. The connection goes on.
 func TestDeadline(t *testing.T) {
 	received, given := make(chan struct{}), make(chan struct{})
 	c := connect(t, played(t, func(c *Conn) {
@@ -190,8 +190,8 @@ func TestDeadline(t *testing.T) {
 	}
 }
 
-// TestStuck: a netd that does not read breaks the connection when the deadline of a
-// request has passed that was sent in part.
+// TestStuck: if a netd does not read, and the deadline of a partly sent request
+// passes, the connection breaks.
 func TestStuck(t *testing.T) {
 	end := make(chan struct{})
 	c := connect(t, played(t, func(c *Conn) {
@@ -214,7 +214,7 @@ func TestStuck(t *testing.T) {
 	<-c.Done()
 }
 
-// TestHostileNetd: whatever a netd that was taken over says breaks its connection.
+// TestHostileNetd: any invalid message of a netd breaks its connection.
 func TestHostileNetd(t *testing.T) {
 	frame := func(m Message) []byte {
 		b := Marshal(m)
@@ -240,11 +240,11 @@ func TestHostileNetd(t *testing.T) {
 				if _, _, err := c.Receive(time.Time{}); err != nil {
 					t.Error(err)
 				}
-				_, _ = c.socket.Write(bytes) // the client may have hung up
+				_, _ = c.socket.Write(bytes) // the client may have closed the connection
 				if name != "an answer too long" {
 					_ = c.socket.CloseWrite()
 				}
-				_, _, _ = c.Receive(time.Time{}) // until it has
+				_, _, _ = c.Receive(time.Time{}) // until the client has closed it
 			})
 			c := connect(t, path)
 			if _, err := c.List(t.Context()); !errors.Is(err, ErrBroken) {
@@ -318,7 +318,8 @@ func TestHello(t *testing.T) {
 	defer close(end)
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 	defer cancel()
-	// Its time may be over before it is connected, or while it waits for the answer.
+	// The time may be over before the connection is made, or while Dial waits for the
+	// answer.
 	if _, err := Dial(ctx, path); !errors.Is(err, os.ErrDeadlineExceeded) && !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("a netd that says nothing: %v", err)
 	}
@@ -351,7 +352,8 @@ func socketPairOf(t *testing.T, kind int) (a, b *Conn) {
 	return both[0], both[1]
 }
 
-// TestDescriptors: one comes with each Attach, however long, and with nothing else.
+// TestDescriptors: one descriptor comes with each Attach, however long, and with no
+// other message.
 func TestDescriptors(t *testing.T) {
 	a, b := socketPair(t)
 	long := &Attach{1, Wire{ID: "w", Lineage: Lineage{Tuples: make([]Tuple, MaxTuples)}}}
@@ -407,8 +409,9 @@ func TestDescriptors(t *testing.T) {
 	}
 }
 
-// TestSendsOnce: a message is sent as a whole, with its descriptor and without: once it
-// is there its sender has nothing left to do that could fail. Packets show each write.
+// TestSendsOnce: a message is sent as a whole, with its descriptor or without. Once
+// it has arrived, its sender has no step left that could fail. Packets show each
+// write.
 func TestSendsOnce(t *testing.T) {
 	a, b := socketPairOf(t, unix.SOCK_SEQPACKET)
 	for name, with := range map[string]*os.File{"with a descriptor": os.Stdin, "without": nil} {
@@ -435,8 +438,8 @@ func TestSendsOnce(t *testing.T) {
 	}
 }
 
-// TestNoDescriptorLeft: an Attach to a process that can have no further descriptor is received
-// without it, and the connection goes on.
+// TestNoDescriptorLeft: a process that can have no further descriptor receives an
+// Attach without it, and the connection goes on.
 func TestNoDescriptorLeft(t *testing.T) {
 	a, b := socketPair(t)
 	wire, err := os.Open(os.DevNull)
@@ -497,7 +500,7 @@ func TestConnEnds(t *testing.T) {
 	}
 }
 
-// TestListener: a listening socket says who made it.
+// TestListener: a listening socket has the user id of its maker.
 func TestListener(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "control")
 	file, err := Listen(path)

@@ -8,14 +8,14 @@ import (
 	"agentrun.dev/internal/codec"
 )
 
-// coder goes through the fields of a message, and encodes or decodes each: so both
-// are in the same order.
+// coder visits the fields of a message, and encodes or decodes each. So both
+// directions use the same order.
 type coder struct {
 	e *codec.Encoder // nil: decode
 	d *codec.Decoder
 }
 
-// Errors about values that are well formed but not allowed.
+// Errors about values that are well-formed but not allowed.
 var (
 	errAddress = errors.New("an address has neither 4 nor 16 bytes")
 	errPrefix  = errors.New("a prefix is longer than its address")
@@ -97,7 +97,7 @@ func (c coder) duration(v *time.Duration) {
 	*v = time.Duration(n)
 }
 
-// address is 4 or 16 bytes, or none for no address. Zones are not carried.
+// address is 4 or 16 bytes, or no bytes for the zero address. Zones are not carried.
 func (c coder) address(v *netip.Addr) {
 	if c.e != nil {
 		c.e.Data(v.AsSlice())
@@ -143,7 +143,7 @@ func (c coder) mac(v *[6]byte) {
 	copy(v[:], b)
 }
 
-// list goes through a list of at most limit elements.
+// list visits a list of at most limit elements.
 func list[T any](c coder, v *[]T, limit int, each func(coder, *T)) {
 	if c.e != nil {
 		c.e.Uvarint(uint64(len(*v)))
@@ -153,7 +153,8 @@ func list[T any](c coder, v *[]T, limit int, each func(coder, *T)) {
 		return
 	}
 	*v = nil
-	// Not preallocated: the count is only a claim until the elements are there.
+	// The list is not preallocated, because the count may be a lie until the elements
+	// are decoded.
 	for range c.d.Count(limit) {
 		var one T
 		each(c, &one)

@@ -26,14 +26,15 @@ type Conn struct {
 // NewConn wraps a connected socket and takes it over.
 func NewConn(socket *net.UnixConn) *Conn { return &Conn{socket: socket} }
 
-// Close closes the socket; a running Receive returns.
+// Close closes the socket, which ends a running Receive.
 func (c *Conn) Close() error { return c.socket.Close() }
 
-// headerSize is that of the number of bytes that follow.
+// headerSize is the size of the length field.
 const headerSize = 4
 
-// Send sends one message until a deadline, with a copy of a file if there is one.
-// After an error nothing more can be sent: half of a message may be on its way.
+// Send sends one message before the deadline, with a copy of file if that is not nil.
+// After an error nothing more can be sent, because a part of the message may be on
+// its way.
 func (c *Conn) Send(deadline time.Time, m Message, file *os.File) error {
 	b := append(make([]byte, headerSize, 256), Marshal(m)...)
 	if len(b)-headerSize > MaxMessage {
@@ -47,8 +48,8 @@ func (c *Conn) Send(deadline time.Time, m Message, file *os.File) error {
 	if err == nil && file != nil {
 		n, err = c.sendWith(b, file)
 	}
-	// A write of nothing fails too if the peer has hung up, who may have done so since it
-	// has received all of the message.
+	// An empty write would fail if the peer has closed the connection, which it may
+	// have done after it received the whole message.
 	if err == nil && n < len(b) {
 		var more int
 		more, err = c.socket.Write(b[n:])
@@ -63,13 +64,13 @@ func (c *Conn) Send(deadline time.Time, m Message, file *os.File) error {
 	return fmt.Errorf("send control message: %w", err)
 }
 
-// errUnsent says that nothing of a message was sent in time: the connection is as good
-// as before.
+// errUnsent says that no part of a message was sent in time. The connection can still
+// be used.
 var errUnsent = fmt.Errorf("there was no time: %w", context.DeadlineExceeded)
 
-// sendWith sends a copy of a file with whatever part of a message fits now.
+// sendWith sends a copy of a file with the part of a message that fits now.
 func (c *Conn) sendWith(b []byte, file *os.File) (n int, err error) {
-	raw, err := file.SyscallConn() // Fd would take its non-blocking mode away
+	raw, err := file.SyscallConn() // Fd would turn its non-blocking mode off
 	if err != nil {
 		return 0, err
 	}
@@ -78,21 +79,21 @@ func (c *Conn) sendWith(b []byte, file *os.File) (n int, err error) {
 	return n, errors.Join(err, sendErr)
 }
 
-// ErrNoDescriptor says that a message has come whose descriptor has not, since this
+// ErrNoDescriptor says that a message has come without its descriptor, because this
 // process can have no further one.
 var ErrNoDescriptor = fmt.Errorf("%w: no descriptor is left for the one of the message", ErrBusy)
 
-// Receive waits for one message until a deadline; the zero time is none. The caller
-// owns the file, which is nil for most messages. The error is io.EOF when the other
-// end is closed. After an error nothing more can be received, except for
-// ErrNoDescriptor, with which the message is returned.
+// Receive waits for one message until the deadline; the zero time is no deadline. The
+// caller owns the file, which is nil for most messages. The error is io.EOF if the
+// other end is closed. After any error but ErrNoDescriptor nothing more can be
+// received. With ErrNoDescriptor the message is returned as well.
 func (c *Conn) Receive(deadline time.Time) (m Message, file *os.File, err error) {
 	if err := c.socket.SetReadDeadline(deadline); err != nil {
 		return nil, nil, fmt.Errorf("receive control message: %w", err)
 	}
 	defer func() {
 		if err != nil && file != nil {
-			_ = file.Close() // of a message that nobody will see
+			_ = file.Close() // the message is not returned
 			file = nil
 		}
 	}()
@@ -117,9 +118,9 @@ func (c *Conn) Receive(deadline time.Time) (m Message, file *os.File, err error)
 	return m, file, nil
 }
 
-// receiveHeader receives the size of the next message, and its file: descriptors come
-// with the first byte. The kernel closes those that come with later ones. The error is
-// ErrNoDescriptor, beside a size that is right, if the file could not be received.
+// receiveHeader receives the size of the next message, and its file. Descriptors come
+// with the first byte; the kernel closes any that come with later bytes. If the file
+// could not be received, the error is ErrNoDescriptor, and the size is right.
 func (c *Conn) receiveHeader() (size uint32, file *os.File, err error) {
 	var header [headerSize]byte
 	oob := make([]byte, unix.CmsgSpace(4))
@@ -138,8 +139,8 @@ func (c *Conn) receiveHeader() (size uint32, file *os.File, err error) {
 		case errors.Is(err, io.EOF):
 			return 0, file, fmt.Errorf("receive control message: %w", io.ErrUnexpectedEOF)
 		case err == nil && flags&unix.MSG_CTRUNC != 0 && oobn == 0 && file == nil && !lost:
-			// The kernel has room for one in oob: it had none in the table of this process
-			// (scm_detach_fds of Linux).
+			// oob has room for one descriptor, so it was the descriptor table of this
+			// process that was full (scm_detach_fds of Linux).
 			lost = true
 		case err == nil && flags&unix.MSG_CTRUNC != 0:
 			return 0, file, errors.New("receive control message: it has more than one descriptor")
@@ -157,7 +158,8 @@ func (c *Conn) receiveHeader() (size uint32, file *os.File, err error) {
 	return size, file, nil
 }
 
-// readAll reads so many bytes. It takes no more memory than twice of what has come.
+// readAll reads size bytes. It takes at most twice as much memory as the bytes that
+// have arrived.
 func readAll(r io.Reader, size int) ([]byte, error) {
 	const step = 64 << 10
 	b := make([]byte, 0, min(size, step))
@@ -177,8 +179,8 @@ func readAll(r io.Reader, size int) ([]byte, error) {
 	return b, nil
 }
 
-// receivedFile is the one descriptor of a message. Where there is room for one only,
-// the kernel makes no copies of more.
+// receivedFile returns the one descriptor of a message. The kernel does not copy
+// further descriptors, since oob has no room for them.
 func receivedFile(oob []byte) (*os.File, error) {
 	messages, err := unix.ParseSocketControlMessage(oob)
 	if err != nil || len(messages) != 1 {
@@ -197,13 +199,13 @@ func receivedFile(oob []byte) (*os.File, error) {
 	return os.NewFile(uintptr(fds[0]), "wire"), nil
 }
 
-// Gone reports whether the other end is closed. There may still be messages.
+// Gone reports whether the other end is closed. Unread messages may remain.
 func (c *Conn) Gone() bool {
 	raw, err := c.socket.SyscallConn()
 	if err != nil {
 		return true
 	}
-	gone := true // if this end is closed
+	gone := true // true if this end is closed
 	_ = raw.Control(func(fd uintptr) {
 		poll := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
 		for {
@@ -218,11 +220,11 @@ func (c *Conn) Gone() bool {
 	return gone
 }
 
-// PeerUID is the user id that the process at the other end had when it connected.
+// PeerUID is the user id of the process at the other end when it connected.
 func (c *Conn) PeerUID() (uint32, error) { return peerUID(c.socket) }
 
-// ListenerUID is the user id that the process had that made a listening socket, which
-// the kernel notes as it does for connections (unix(7), SO_PEERCRED).
+// ListenerUID is the user id of the process that made a listening socket. The kernel
+// records it as it does for connections (unix(7), SO_PEERCRED).
 func ListenerUID(l *net.UnixListener) (uint32, error) { return peerUID(l) }
 
 func peerUID(socket syscall.Conn) (uint32, error) {

@@ -9,8 +9,8 @@ import (
 	"strconv"
 )
 
-// Listen makes a socket at path for a netd that is about to be started. Who may
-// connect is decided by the folder's permissions, and by the netd itself.
+// Listen makes a socket at path before a netd is started. The folder's permissions,
+// and the netd itself, decide which processes may connect.
 func Listen(path string) (*os.File, error) {
 	var file *os.File
 	err := throughFolder(path, func(short string) error {
@@ -42,13 +42,13 @@ func dial(ctx context.Context, path string) (*Conn, error) {
 	return NewConn(conn.(*net.UnixConn)), nil
 }
 
-// throughFolder reaches the socket through its folder: a socket's path has at most
-// 107 bytes, a folder's any number.
+// throughFolder reaches the socket through a descriptor of its folder, because a
+// socket's path has at most 107 bytes, while a folder's path may be longer.
 func throughFolder(path string, do func(short string) error) error {
 	dir, err := os.Open(filepath.Dir(path))
 	if err != nil {
 		return err
 	}
-	defer func() { _ = dir.Close() }() // only a way
+	defer func() { _ = dir.Close() }() // only used as a path
 	return do("/proc/self/fd/" + strconv.Itoa(int(dir.Fd())) + "/" + filepath.Base(path))
 }

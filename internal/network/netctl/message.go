@@ -9,20 +9,23 @@ import (
 )
 
 // Protocol is the version of the protocol. It changes when an old netd and a new
-// daemon, or the other way round, cannot work together; what is only added is a Feature.
+// daemon, or a new netd and an old daemon, cannot work together. A mere addition is a
+// Feature instead.
 //
-// 2: rules carry injections, settings roots. A netd that would ignore them would send requests
-// without their credentials.
-// 3: a lineage carries what was asked for below wildcards.
+// 2: rules carry injections, and settings carry roots. A netd that ignored them would
+// send requests without their credentials.
+//
+// 3: a lineage carries the names asked for below wildcards.
 const Protocol = 3
 
-// Features that this version has beyond its protocol; there are none yet.
+// Features are the features of this version beyond its protocol. There are none so
+// far.
 var Features []string
 
-// Kind tells messages apart.
+// Kind is the kind of a message.
 type Kind byte
 
-// Kinds of messages. The first group goes to a netd, the second comes back.
+// Kinds of messages. The first group goes to a netd, and the second group comes back.
 const (
 	KindHello     Kind = 1
 	KindConfigure Kind = 2
@@ -42,26 +45,27 @@ const (
 	KindReply   Kind = 65
 )
 
-// Limits of what a message may carry.
+// Limits of the contents of messages.
 const (
-	// MaxMessage bounds one message. The lineage of a sandbox with many connections
-	// and long names is the largest.
+	// MaxMessage bounds one message. The largest message is the lineage of a sandbox
+	// with many connections and long names.
 	MaxMessage = 8 << 20
-	// MaxTuples and MaxPins bound a lineage. Connections and pins beyond them are not
-	// carried over.
+	// MaxTuples and MaxPins bound a lineage. Further connections and pins are left
+	// out.
 	MaxTuples = 16 << 10
 	MaxPins   = 8 << 10
-	// MaxWildcards bounds the patterns of a lineage: 16 policies of 256 rules that allow.
+	// MaxWildcards bounds the patterns of a lineage: 16 policies of 256 allow rules.
 	MaxWildcards = 4 << 10
 	// MaxWires bounds the wires of one netd.
 	MaxWires = 8 << 10
 	// MaxEntries bounds the entries of the log in one answer.
 	MaxEntries = 1024
-	// MaxWait is how long a request for the log waits for the next entry at most.
+	// MaxWait is the longest time that a request for the log waits for the next
+	// entry.
 	MaxWait = 30 * time.Second
 
 	maxText      = 4 << 10
-	maxReason    = 512 // of an entry of the log, of which there are many
+	maxReason    = 512 // of an entry of the log, which has many
 	maxName      = 256 // of a domain; DNS has 253
 	maxID        = 128
 	maxPolicies  = 3 << 20 // as JSON: 16 policies of 512 rules of 280 bytes
@@ -74,7 +78,7 @@ const (
 	maxRoots     = 1 << 20 // in PEM; Debian's bundle has 220 KiB
 	maxDER       = 16 << 10
 	maxFormat    = 512
-	// maxInjections are those of one sandbox: hosts, and credentials of each.
+	// maxInjections bounds the hosts of one sandbox, and the credentials of each.
 	maxInjections = 64
 )
 
@@ -90,10 +94,10 @@ type Request interface {
 	RequestID() uint64
 }
 
-// ID names a wire: that of a sandbox's machine.
+// ID identifies a wire. It is the id of the sandbox's machine.
 type ID string
 
-// Check refuses an id that no wire can have.
+// Check refuses invalid ids.
 func (id ID) Check() error {
 	if len(id) == 0 || len(id) > maxID {
 		return fmt.Errorf("a wire's id of %d bytes: 1 to %d are possible", len(id), maxID)
@@ -167,7 +171,7 @@ func decode(b []byte, m interface{ fields(coder) }) error {
 // Result is the data of a Reply.
 type Result interface{ fields(coder) }
 
-// MarshalResult encodes one.
+// MarshalResult encodes a Result.
 func MarshalResult(r Result) []byte {
 	e := codec.NewEncoder(nil)
 	e.Version(messageVersion)
@@ -175,7 +179,7 @@ func MarshalResult(r Result) []byte {
 	return e.Bytes()
 }
 
-// UnmarshalResult decodes one.
+// UnmarshalResult decodes a Result.
 func UnmarshalResult(b []byte, r Result) error {
 	if err := decode(b, r); err != nil {
 		return fmt.Errorf("decode the answer of a netd: %w", err)
@@ -183,7 +187,7 @@ func UnmarshalResult(b []byte, r Result) error {
 	return nil
 }
 
-// Code is why a request failed.
+// Code is the reason for which a request failed.
 type Code uint64
 
 // The codes of replies.
@@ -197,9 +201,9 @@ const (
 	codes
 )
 
-// Errors that a netd answers with, for callers to branch on. Others are internal.
+// Errors of a netd that callers branch on. All others are internal.
 var (
-	// ErrInvalid: the request makes no sense, whoever repeats it.
+	// ErrInvalid: the request is invalid, and would be if it were repeated.
 	ErrInvalid = errors.New("invalid request")
 	// ErrNotFound: there is no wire of this id.
 	ErrNotFound = errors.New("no such wire")
@@ -217,15 +221,15 @@ type Hello struct {
 	Features []string
 }
 
-// Welcome answers it.
+// Welcome is the answer to Hello.
 type Welcome struct {
 	Protocol uint64
 	Features []string
-	// Version is the netd's, for people.
+	// Version is the netd's version, for people.
 	Version string
 	PID     uint64
 	Started time.Time
-	// Refused says why the connection is closed, if it is.
+	// Refused says why the netd closes the connection; empty if it does not.
 	Refused string
 }
 
@@ -250,7 +254,7 @@ func Fail(id uint64, err error) *Reply {
 	return r
 }
 
-// Err is what a reply says of the request.
+// Err is the error in a reply; nil on success.
 func (r *Reply) Err() error {
 	switch is, known := codeErrors[r.Code]; {
 	case r.Code == CodeOK:
@@ -261,7 +265,7 @@ func (r *Reply) Err() error {
 	return &Error{Text: r.Error}
 }
 
-// Error is what a netd answered instead of doing what it was asked.
+// Error is a netd's reason for not carrying out a request.
 type Error struct {
 	Text string
 	is   error
@@ -269,7 +273,7 @@ type Error struct {
 
 func (e *Error) Error() string { return e.Text }
 
-// Unwrap is the sentinel of the answer's code.
+// Unwrap returns the sentinel of the answer's code.
 func (e *Error) Unwrap() error { return e.is }
 
 func clip(s string) string { return s[:min(len(s), maxText)] }

@@ -98,8 +98,8 @@ func TestRoundTrip(t *testing.T) {
 
 var update = flag.Bool("update", false, "write testdata/messages.hex")
 
-// TestEncodingStays: a netd that was started by another version of the daemon is
-// spoken to as before.
+// TestEncodingStays: messages for a netd of another version of the daemon are encoded
+// as before.
 func TestEncodingStays(t *testing.T) {
 	var got []string
 	for _, m := range messages() {
@@ -167,7 +167,7 @@ func FuzzUnmarshal(f *testing.F) {
 	})
 }
 
-// FuzzResult: what a netd that was taken over answers is decoded, or refused.
+// FuzzResult: every answer of a netd is decoded, or refused.
 func FuzzResult(f *testing.F) {
 	for i, r := range results() {
 		f.Add(uint8(i), MarshalResult(r))
@@ -214,7 +214,7 @@ func TestIDs(t *testing.T) {
 	}
 }
 
-// TestLargestFits: what the limits allow fits into a message.
+// TestLargestFits: the largest contents that the limits allow fit into a message.
 func TestLargestFits(t *testing.T) {
 	name := strings.Repeat("x", maxName)
 	l := Lineage{Tuples: make([]Tuple, MaxTuples), Pins: make([]Pin, MaxPins), Wildcards: make([]Wildcard, MaxWildcards)}
@@ -228,7 +228,7 @@ func TestLargestFits(t *testing.T) {
 		l.Wildcards[i] = Wildcard{"tcp://*." + name + ":65535", moment, 1<<31 - 1, 1<<31 - 1}
 	}
 	w := Wire{ID: ID(strings.Repeat("x", maxID)), Lineage: l, Rules: Rules{Policies: strings.Repeat("x", maxPolicies)}}
-	for range maxInjections { // a sandbox has so many secrets, whatever their hosts
+	for range maxInjections { // the number of a sandbox's secrets, whatever their hosts
 		word := strings.Repeat("x", maxFormat)
 		w.Rules.Injections = append(w.Rules.Injections, inject.Host{
 			Name: policy.Name(name), Certificate: make([]byte, 2<<10), Key: inject.Value(make([]byte, 256)), Problem: word,

@@ -8,30 +8,31 @@ import (
 	"agentrun.dev/internal/network/inject"
 )
 
-// Configure says what is the same for all wires. It replaces what was said before.
+// Configure replaces the settings that all wires share.
 type Configure struct {
 	ID uint64
 	Settings
 }
 
-// Settings are what is the same for all wires of a netd.
+// Settings are the settings that all wires of a netd share.
 type Settings struct {
-	// Upstreams are the DNS servers for names of no internal domain.
+	// Upstreams are the DNS servers for names outside of internal domains.
 	Upstreams []netip.AddrPort
 	// InternalDomains have DNS servers of their own, whose private addresses are
-	// believed.
+	// trusted.
 	InternalDomains []InternalDomain
-	// ClosedRanges are closed in addition to what is closed everywhere.
+	// ClosedRanges are closed in addition to the ranges that are closed everywhere.
 	ClosedRanges []netip.Prefix
-	// Defaults are the limits of wires that do not say theirs; 0 is netd's own.
+	// Defaults are the limits of wires without limits of their own. 0 is netd's own
+	// default. Up and Down apply at once, the others to wires that are attached later.
 	Defaults Limits
-	// Roots are the certificates (PEM) of CAs by which servers are verified that credentials
-	// are sent to.
+	// Roots are the certificates (PEM) of the CAs that verify the servers that
+	// credentials are sent to.
 	Roots []byte
 }
 
-// Check refuses settings that no message carries. A netd would hang up on whoever sends
-// them, again and again.
+// Check refuses settings that no message can carry. A netd would close the connection
+// of each daemon that sends them.
 func (s Settings) Check() error {
 	m := Marshal(&Configure{Settings: s})
 	if len(m) > MaxMessage {
@@ -43,74 +44,75 @@ func (s Settings) Check() error {
 	return nil
 }
 
-// InternalDomain is a domain with everything below it.
+// InternalDomain is a domain with all names below it.
 type InternalDomain struct {
 	Domain    string
 	Upstreams []netip.AddrPort
 }
 
-// Limits bound what a sandbox can use of its netd. A limit of 0 is the default,
-// except for Up and Down, whose default is none.
+// Limits bound how much a sandbox can use of its netd. A limit of 0 is the default.
 type Limits struct {
-	// Connections and Opening are TCP connections, and those of them that are being
-	// opened; Flows are pairs of UDP addresses; Queries are DNS messages. All are
-	// counts of what is there at once.
+	// Connections bounds the TCP connections, and Opening those of them that are
+	// being opened. Flows bounds the pairs of UDP addresses, and Queries the DNS
+	// messages. All are numbers at one time.
 	Connections, Opening, Flows, Queries int
-	// Buffers is how many bytes the buffers of all connections have together.
+	// Buffers bounds the bytes in the buffers of all connections together.
 	Buffers int
 	// Up and Down are bytes per second from and to the sandbox.
 	Up, Down uint64
 }
 
-// Inside are the networks between sandboxes and their gateways, one for each version of
-// IP. They are the same for all wires, and nobody outside is reached by their addresses.
+// Inside are the networks between sandboxes and their gateways, one for each version
+// of IP. They are the same for all wires, and their addresses lead to no outside
+// host.
 var Inside = []netip.Prefix{netip.MustParsePrefix("10.255.255.0/30"), netip.MustParsePrefix("fd00:a9e7::/126")}
 
-// Attach gives a netd a wire to serve; its one descriptor is the host's end.
+// Attach gives a netd a wire to serve. Its one descriptor is the host's end.
 type Attach struct {
 	ID uint64
 	Wire
 }
 
-// Wire describes a sandbox's interface, and what its sandbox may reach.
+// Wire describes a sandbox's interface, and its rules.
 type Wire struct {
 	ID              ID
 	MAC, GatewayMAC [6]byte
-	// Address and Gateway are of IPv4; those of IPv6 are both invalid if it has none. All
-	// lie in Inside.
+	// Address and Gateway are IPv4 addresses. The IPv6 addresses are both invalid if
+	// the sandbox has no IPv6. All lie in Inside.
 	Address, Gateway   netip.Addr
 	Address6, Gateway6 netip.Addr
 	MTU                int
 	Rules              Rules
 	Limits             Limits
-	// Paused says that the sandbox stands still.
+	// Paused says that the sandbox is paused.
 	Paused bool
-	// Lineage is what the sandbox continues from, of which its wire knows nothing.
+	// Lineage is the network state that the sandbox continues from, which its new
+	// wire does not know.
 	Lineage Lineage
 }
 
-// Rules are what a sandbox may reach.
+// Rules are the permissions of a sandbox.
 type Rules struct {
-	// Policies are a policy.Set in JSON: a connection must be allowed by each of them.
+	// Policies are a policy.Set in JSON. Each of them must allow a connection.
 	Policies string
-	// ECH lets TLS connections pass whose server name is encrypted.
+	// ECH allows TLS connections whose server name is encrypted.
 	ECH bool
 	// Injections are the hosts whose requests get credentials.
 	Injections []inject.Host
 }
 
-// Lineage is what a copy of a sandbox inherits of its network.
+// Lineage is the network state that a copy of a sandbox inherits.
 type Lineage struct {
-	// Tuples are the connections that the sandbox had: they are reset inside.
+	// Tuples are the connections that the sandbox had. They are reset inside.
 	Tuples []Tuple
-	// Pins are the names that its addresses stand for.
+	// Pins map the addresses that the sandbox knows to their names.
 	Pins []Pin
-	// Wildcards are what was asked for below wildcards of its policies.
+	// Wildcards count the names asked for below wildcards of its policies.
 	Wildcards []Wildcard
 }
 
-// Wildcard is how many names below a pattern were asked for since Began, and the sum of
-// their lengths.
+// Wildcard is the number of names asked for below a pattern since Began, and the sum
+// of their lengths.
 type Wildcard struct {
 	Pattern      string
 	Began        time.Time
@@ -120,11 +122,11 @@ type Wildcard struct {
 // Tuple is a TCP connection of a sandbox.
 type Tuple struct{ Inside, Outside netip.AddrPort }
 
-// Pin is an address that the sandbox was given for a name.
+// Pin is an address that the sandbox got for a name.
 type Pin struct {
 	Name string
 	Addr netip.Addr
-	// Internal says that an upstream of an internal domain gave it.
+	// Internal says that an upstream of an internal domain has given the address.
 	Internal bool
 }
 
@@ -136,18 +138,19 @@ type SetPolicy struct {
 }
 
 // OfWire is a request about a wire without further arguments: Detach, Pause, Resume
-// or Mark. The data of Mark's reply is a Marked.
+// or Mark. The data of the reply to Mark is a Marked.
 type OfWire struct {
 	Kind Kind
 	ID   uint64
 	Wire ID
 }
 
-// Marked names an instant before a capture. A wire remembers the last few of them.
+// Marked identifies an instant before a capture. A wire remembers the last few
+// instants.
 type Marked struct{ Mark uint64 }
 
-// Collect asks for all connections that there were at any time since a mark, and for
-// the pins. It ends the mark. The data of the reply is a Lineage.
+// Collect asks for the pins, and for all connections that were open at any time since
+// a mark. It ends the mark. The data of the reply is a Lineage.
 type Collect struct {
 	ID   uint64
 	Wire ID
@@ -155,16 +158,16 @@ type Collect struct {
 }
 
 // Simple is a request without arguments: List, Stats or Shutdown. The data of the
-// replies are a Wires and a Stats; after a reply to Shutdown the netd ends.
+// replies is a Wires and a Stats. After its reply to Shutdown the netd ends.
 type Simple struct {
 	Kind Kind
 	ID   uint64
 }
 
-// Wires are all that a netd serves.
+// Wires are all wires that a netd serves.
 type Wires struct{ All []WireInfo }
 
-// WireInfo is the present state of a wire.
+// WireInfo is the current state of a wire.
 type WireInfo struct {
 	ID       ID
 	Attached time.Time
@@ -172,40 +175,41 @@ type WireInfo struct {
 	Counters Counters
 }
 
-// Counters count since the wire was attached; Connections and Flows are those of this
-// moment. In is from the sandbox, Out is to it.
+// Counters count since the wire was attached; Connections and Flows are current
+// numbers. In is from the sandbox, Out is to it.
 type Counters struct {
 	FramesIn, BytesIn, FramesOut, BytesOut, Dropped uint64
 	Connections, Flows                              uint64
-	// Opened and Refused are connections and flows.
+	// Opened and Refused count connections and flows.
 	Opened, Refused uint64
 }
 
-// Log asks for entries of a wire's log: of connections that have ended, and of refusals.
+// Log asks for entries of a wire's log: connections that have ended, and refusals.
 type Log struct {
 	ID   uint64
 	Wire ID
-	// From is the number of the first entry that is wanted; the first of all is 1. One
-	// beyond the next entry is of the log that an earlier netd kept: then the answer begins
-	// with the first.
+	// From is the number of the first entry to return. The first entry of a log is 1.
+	// A number beyond the next entry refers to the log of an earlier netd; the answer
+	// then begins with the first entry.
 	From uint64
 	// Max bounds the entries of the answer; 0 is MaxEntries.
 	Max int
-	// Wait is how long to wait for an entry if there is none yet, MaxWait at most.
+	// Wait is how long to wait for an entry if the log has no new one, MaxWait at
+	// most.
 	Wait time.Duration
-	// Open asks for the connections that are open, too.
+	// Open asks for the open connections as well.
 	Open bool
 }
 
-// LogPage is the answer.
+// LogPage is the answer to Log.
 type LogPage struct {
 	Entries []Entry
-	// Next is what From is to be in the next request.
+	// Next is the value of From for the next request.
 	Next uint64
 	// Lost is how many entries from From on were overwritten before they were read.
 	Lost uint64
-	// Open are connections that go on, at most MaxEntries, the oldest first. They have no
-	// number yet.
+	// Open are the open connections, at most MaxEntries, the oldest first. They have
+	// no numbers yet.
 	Open []Entry
 }
 
@@ -213,27 +217,29 @@ type LogPage struct {
 type Entry struct {
 	// Seq counts up from 1.
 	Seq uint64
-	// Time is when the connection was asked for, Ended when the entry was written.
+	// Time is when the sandbox asked for the connection. Ended is when the entry was
+	// written.
 	Time, Ended time.Time
 	// Protocol is tcp, udp or dns.
 	Protocol string
-	// Name is the name that the connection was for, if one is known.
+	// Name is the name that the connection was for, if it is known.
 	Name string
-	// Address is where the sandbox wanted to connect to; Remote is what was dialled
-	// instead, if the name has moved since the sandbox resolved it.
+	// Address is the address that the sandbox asked for. Remote is the address that
+	// was dialled instead, if the name has moved since the sandbox resolved it.
 	Address, Remote netip.AddrPort
-	// Sent and Received are bytes as the sandbox sees them.
+	// Sent and Received count bytes from the sandbox's point of view.
 	Sent, Received uint64
-	// Rule decided, and Kind is its kind. Reason says why, in words.
+	// Rule has decided, and Kind is its kind. Reason says why, for people.
 	Rule, Kind, Reason string
-	// Outcome is how it ended: open, closed, reset by remote, reset by sandbox, refused,
-	// failed or cut.
+	// Outcome is the way in which it ended: open, closed, reset by remote, reset by
+	// sandbox, refused, failed or cut.
 	Outcome string
-	// Repeated is how many further attempts were refused in the same way since Time.
+	// Repeated is how many further attempts were refused for the same reason since
+	// Time.
 	Repeated uint64
 }
 
-// Clip shortens texts to what a message may carry.
+// Clip shortens texts to the limits of messages.
 func (e *Entry) Clip() {
 	for text, limit := range map[*string]int{
 		&e.Protocol: maxName, &e.Name: maxName, &e.Rule: maxReason, &e.Kind: maxName, &e.Reason: maxReason, &e.Outcome: maxName,
@@ -242,25 +248,26 @@ func (e *Entry) Clip() {
 	}
 }
 
-// Stats are the sums of all wires that a netd has ever had.
+// Stats are the sums over all wires that a netd has ever had.
 type Stats struct {
-	// Wires are those of this moment.
+	// Wires is the current number of wires.
 	Wires int
-	// Queries are DNS messages.
+	// Queries counts DNS messages.
 	Queries uint64
-	// Injected are requests that got credentials.
+	// Injected counts the requests that got credentials.
 	Injected uint64
 	Kinds    []KindCount
 	Dropped  []DropCount
 }
 
-// KindCount counts what rules of one kind have allowed and refused. There are few kinds.
+// KindCount counts the connections and refusals by rules of one kind. There are few
+// kinds.
 type KindCount struct {
 	Kind                                  string
 	Connections, Refusals, Sent, Received uint64
 }
 
-// DropCount counts frames and datagrams that were dropped for one reason.
+// DropCount counts the frames and datagrams that were dropped for one reason.
 type DropCount struct {
 	Reason string
 	Count  uint64

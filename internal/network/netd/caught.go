@@ -12,15 +12,16 @@ import (
 	"agentrun.dev/internal/network/stack"
 )
 
-// caught is the outside of a sandbox whose panics end one connection, not the process.
+// caught is the Outside of a sandbox. A panic in it ends one connection, not the
+// process.
 type caught struct {
 	outside stack.Outside
 	wire    netctl.ID
 	log     *slog.Logger
 }
 
-// recovered is called by defer. It turns a panic into an error, if there is a place for
-// one, and calls end, which ends what has panicked.
+// recovered is deferred. It turns a panic into an error, unless err is nil, and then
+// calls end, which ends the call that has panicked.
 func (c *caught) recovered(what string, err *error, end func()) {
 	v := recover()
 	if v == nil {
@@ -56,7 +57,7 @@ func (c *caught) ServeDNS(ctx context.Context, query []byte, tcp bool) []byte {
 	return c.outside.ServeDNS(ctx, query, tcp)
 }
 
-// caughtRemote is an opened connection of such an outside.
+// caughtRemote is an open connection of such an Outside.
 type caughtRemote struct {
 	stack.Remote
 	caught *caught
@@ -66,7 +67,7 @@ type caughtRemote struct {
 func (r *caughtRemote) Splice(inside stack.Conn) {
 	defer r.caught.recovered("Splice", nil, func() {
 		defer r.caught.recovered("Close", nil, nil)
-		_, _ = inside.Reset(), r.Remote.Close() // both are as good as gone
+		_, _ = inside.Reset(), r.Remote.Close() // the connection is lost anyway
 	})
 	r.Remote.Splice(inside)
 }

@@ -13,7 +13,7 @@ import (
 	"agentrun.dev/internal/network/stack"
 )
 
-// panicking is an outside that panics, but for the dials that open.
+// panicking is an Outside that panics, except in the dials that opens allows.
 type panicking struct{ opens, closed bool }
 
 func (p *panicking) DialTCP(context.Context, netip.AddrPort, netip.AddrPort) (stack.Remote, error) {
@@ -45,7 +45,7 @@ func (r *resettable) Reset() error {
 	return nil
 }
 
-// TestPanics: a panic ends one connection, and is in the log with its stack.
+// TestPanics: a panic ends one connection, and is logged with its stack.
 func TestPanics(t *testing.T) {
 	var logged bytes.Buffer
 	p := &panicking{}

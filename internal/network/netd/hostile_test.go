@@ -21,26 +21,26 @@ import (
 	"golang.org/x/net/dns/dnsmessage"
 )
 
-// attacker is a sandbox that writes frames by itself: well-formed ones that open and use
-// connections, flows and names, and the same ones with mistakes in them.
+// attacker is a sandbox that writes its own frames: well-formed ones that open and
+// use connections, flows and names, and the same frames with mistakes.
 type attacker struct {
 	near *os.File
 	rng  *rand.Rand
 	echo netip.AddrPort
 	sent int
 
-	mu    sync.Mutex // protects the following
-	conns []segment  // that the gateway has answered, the newest last
+	mu    sync.Mutex // protects all following fields
+	conns []segment  // answered by the gateway, the newest last
 }
 
-// segment is where a connection of the attacker stands.
+// segment is the state of one of the attacker's connections.
 type segment struct {
 	from     uint16
 	to       netip.AddrPort
 	seq, ack uint32
 }
 
-// maxKnown is how many connections an attacker goes on with.
+// maxKnown is how many connections an attacker continues.
 const maxKnown = 256
 
 // Flags of TCP (RFC 9293 §3.1).
@@ -53,7 +53,7 @@ const (
 	urg
 )
 
-// packet is a message with an IP packet of the attacker's.
+// packet is a message with an IP packet from the attacker.
 func (a *attacker) packet(to netip.Addr, protocol byte, payload []byte) []byte {
 	size := 20
 	if to.Is6() {
@@ -83,7 +83,7 @@ func (a *attacker) packet(to netip.Addr, protocol byte, payload []byte) []byte {
 // plain is a segment without options or data.
 func (a *attacker) plain(s segment, flags byte) []byte { return a.segment(s, flags, 65535, nil, nil) }
 
-// tcp is a segment with random options now and then.
+// tcp is a segment, sometimes with random options.
 func (a *attacker) tcp(s segment, flags byte, data []byte) []byte {
 	options := []byte{}
 	switch a.rng.IntN(4) {
@@ -91,7 +91,7 @@ func (a *attacker) tcp(s segment, flags byte, data []byte) []byte {
 		options = []byte{2, 4, byte(a.rng.Uint32()), byte(a.rng.Uint32()), 4, 2, 8, 10, 0, 0, 0, 1, 0, 0, 0, 0, 1, 3, 3, byte(a.rng.IntN(20))}
 	case 1:
 		options = a.bytes(4 * a.rng.IntN(11))
-	case 2: // a SACK of what was never sent
+	case 2: // a SACK of data that was never sent
 		options = append([]byte{1, 1, 5, 10}, a.bytes(8)...)
 	}
 	return a.segment(s, flags, []uint16{0, 1, 1000, 65535}[a.rng.IntN(4)], options, data)
@@ -147,7 +147,7 @@ func (a *attacker) bytes(n int) []byte {
 	return b
 }
 
-// speech is what connections carry.
+// speech is data for connections.
 func (a *attacker) speech() []byte {
 	switch a.rng.IntN(7) {
 	case 0:
@@ -165,7 +165,7 @@ func (a *attacker) speech() []byte {
 	}
 }
 
-// next is a frame that is well-formed.
+// next is a well-formed frame.
 func (a *attacker) next() []byte {
 	elsewhere := netip.AddrPortFrom(netip.AddrFrom4([4]byte(a.bytes(4))), uint16(a.rng.IntN(1000)+1))
 	if a.rng.IntN(4) == 0 {
@@ -187,7 +187,7 @@ func (a *attacker) next() []byte {
 		}
 		b, err := q.Pack()
 		if err != nil {
-			panic(err) // names that are right
+			panic(err) // the names are valid
 		}
 		return a.udp(netip.AddrPortFrom([]netip.Addr{networktest.Gateway, networktest.Gateway6}[a.rng.IntN(2)], 53), b)
 	case 4:
@@ -210,7 +210,7 @@ func (a *attacker) next() []byte {
 	}
 }
 
-// goOn is a segment of a connection that is open, or was.
+// goOn is a segment of a connection that is or was open.
 func (a *attacker) goOn(first segment) []byte {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -232,10 +232,10 @@ func (a *attacker) goOn(first segment) []byte {
 	case 3: // a hole
 		now.seq += uint32(a.rng.IntN(20000))
 		return a.tcp(now, ack, data)
-	case 4: // what was sent before, with other bytes
+	case 4: // data sent before, with other bytes
 		now.seq -= uint32(a.rng.IntN(20000))
 		return a.tcp(now, ack, data)
-	case 5: // of what was never sent
+	case 5: // an ACK of data that was never sent
 		now.ack += a.rng.Uint32()
 		return a.tcp(now, ack, data)
 	case 6:
@@ -269,8 +269,8 @@ func (a *attacker) spoil(m []byte) []byte {
 	}
 }
 
-// attack sends frames until the time is over. Frames that the wire does not take are an error:
-// a netd reads whatever happens.
+// attack sends frames until the time is over. If the wire does not accept a frame,
+// that is an error: a netd must always read.
 func (a *attacker) attack(until time.Time) error {
 	for time.Now().Before(until) {
 		for range 64 {
@@ -287,8 +287,8 @@ func (a *attacker) attack(until time.Time) error {
 	return nil
 }
 
-// listen reads what the gateway sends, remembers connections that it has answered, and stops
-// reading now and then: the wire fills up.
+// listen reads the gateway's frames and remembers the connections that it has
+// answered. It stops reading now and then, so that the wire fills up.
 func (a *attacker) listen(rng *rand.Rand) {
 	b := make([]byte, wire.MaxMessage)
 	for {
@@ -311,7 +311,8 @@ func (a *attacker) listen(rng *rand.Rand) {
 	}
 }
 
-// answered is where a connection stands that a message of the gateway's has answered, if it has.
+// answered returns the state of the connection that a message of the gateway answers,
+// if it answers one.
 func answered(m []byte) (segment, bool) {
 	ip := m[min(len(m), wire.HeaderLen+wire.EthernetLen):]
 	if len(ip) < 40 || ip[0] != 0x45 || ip[9] != 6 || ip[33]&(syn|ack) != syn|ack {
@@ -324,17 +325,18 @@ func answered(m []byte) (segment, bool) {
 	}, true
 }
 
-// bounded are the limits of each attacker, and boundedMemory what a netd takes for it at most:
-// connections, flows, buffers.
+// bounded are the limits of each attacker. boundedMemory is the most memory that a
+// netd uses for it: connections, flows, buffers.
 var bounded = netctl.Limits{Connections: 128, Opening: 32, Flows: 64, Queries: 16, Buffers: 8 << 20}
 
 const boundedMemory = 128*192<<10 + 64*54<<10 + 8<<20
 
-// TestHostileFrames: for ten seconds, in make soak for an hour, sandboxes send frames that no kernel
-// sends, among ones that open connections and use them. Their netd lives, its memory is bounded, a
-// sandbox beside them is served, and nothing is left of them when they have ended.
+// TestHostileFrames: for a minute, in make soak for an hour, sandboxes send frames
+// that no kernel sends, among frames that open connections and use them. Their netd
+// survives, its memory is bounded, and a sandbox beside them is served. When they
+// have ended, they leave nothing behind.
 func TestHostileFrames(t *testing.T) {
-	lasts := time.Duration(soak.Count(3600, 10)) * time.Second
+	lasts := time.Duration(soak.Count(3600, 60)) * time.Second
 	cfg, _ := config(t)
 	p := start(t, cfg)
 	w := networktest.NewWorld(t, public)
@@ -356,7 +358,7 @@ func TestHostileFrames(t *testing.T) {
 	before, descriptors := settled(t, p.PID()), opened(t, p.PID())
 
 	const attackers = 2
-	limit := before + 2*attackers*boundedMemory + 64<<20 // garbage is collected when as much has come
+	limit := before + 2*attackers*boundedMemory + 64<<20 // the collector runs when as much garbage has accumulated
 	seed := rand.Uint64()
 	t.Logf("seed %d, %v", seed, lasts)
 	until := time.Now().Add(lasts)
@@ -403,7 +405,7 @@ func TestHostileFrames(t *testing.T) {
 	}
 	listening.Wait()
 	settle(t, "descriptors of netd", descriptors, func() int { return opened(t, p.PID()) })
-	settle(t, "MiB of netd", before>>20+32, func() int { return anonymous(t, p.PID()) >> 20 }) // pools keep some
+	settle(t, "MiB of netd", before>>20+32, func() int { return anonymous(t, p.PID()) >> 20 }) // pools keep some memory
 	if err := speak(kept, "afterwards"); err != nil {
 		t.Error(err)
 	}
@@ -414,7 +416,7 @@ func TestHostileFrames(t *testing.T) {
 	}
 }
 
-// discard takes connections, and reads from them until their end.
+// discard accepts connections, and reads from them until their end.
 func discard(l net.Listener) {
 	for {
 		c, err := l.Accept()

@@ -19,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// public is an address of nobody here: it is in a namespace that the test makes.
+// public is an address in a namespace that the test makes.
 var public = netip.MustParseAddr("93.184.216.34")
 
 // resolve answers all questions of a packet connection with the public address.
@@ -79,8 +79,9 @@ func ask(t *testing.T, g *networktest.Guest, name string) (dnsmessage.Message, e
 	return m, m.Unpack(answer[:n])
 }
 
-// TestNames: a netd behind its filter resolves names, reads those in TLS and HTTP, and
-// refuses others. Whatever the standard library tries on the way, it goes on.
+// TestNames: a netd behind its filter resolves names, reads the names in TLS and
+// HTTP, and refuses others. Calls of the standard library that the filter forbids do
+// not end it.
 func TestNames(t *testing.T) {
 	cfg, _ := config(t)
 	p := start(t, cfg)
@@ -116,7 +117,7 @@ func TestNames(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer func() { _ = c.Close() }()
-		client := tls.Client(c, &tls.Config{ServerName: name, InsecureSkipVerify: true}) // only the name is tested
+		client := tls.Client(c, &tls.Config{ServerName: name, InsecureSkipVerify: true}) // only the name is under test
 		if err := client.HandshakeContext(t.Context()); (err == nil) != allowed || !allowed && !errors.Is(err, unix.ECONNRESET) {
 			t.Errorf("TLS for %s: %v", name, err)
 		}
@@ -137,7 +138,7 @@ func TestNames(t *testing.T) {
 	if status, said := get(t, copied, "api.example.com"); status != http.StatusOK {
 		t.Errorf("a copy that has asked no name: %d %q", status, said)
 	}
-	// Ranges that are closed from now on.
+	// Ranges are closed from now on.
 	if err := p.Configure(t.Context(), netctl.Settings{
 		Upstreams: []netip.AddrPort{netip.AddrPortFrom(public, 53)}, ClosedRanges: []netip.Prefix{netip.PrefixFrom(public, 16).Masked()},
 	}); err != nil {

@@ -2,19 +2,20 @@
 // serves their wires (package stack), decides and dials by their policies (package
 // egress), and does what its parents ask over its control socket (package netctl).
 //
-// It outlives its parents, and nothing that it has is lost with them. It keeps nothing
-// itself: if it dies, connections are cut, and the next one is given every wire anew.
-// Without a parent it finds out now and then which of its sandboxes have ended, and lets
-// go of their wires. Without wires, too, it ends after a while, so that a netd of which
-// no daemon knows does not stay.
+// It outlives its parents, and keeps all its state when they end. It stores nothing
+// on disk: if it dies, connections are cut, and the next netd is given every wire
+// again. Without a parent it finds out now and then which of its sandboxes have
+// ended, and drops their wires. Without a parent and without wires it ends after a
+// while, so that no netd stays that no daemon knows of.
 //
 // # Panics
 //
 // A panic while a sandbox's connection is decided, dialled or spliced, while a DNS
-// message is answered, or while a request of a parent is served ends that connection or
-// request; it is logged, and the other sandboxes notice nothing. A panic in a goroutine
-// of the TCP/IP stack itself, or in one that a connection has started for its second
-// direction, cannot be caught here. Then the process ends, and its daemon starts another.
+// message is answered, or while a request of a parent is served ends only that
+// connection or request. It is logged, and does not affect other sandboxes. A panic
+// in a goroutine of the TCP/IP stack itself, or in one that a connection has started
+// for its second direction, cannot be caught here. Then the process ends, and its
+// daemon starts another.
 package netd
 
 import (
@@ -33,23 +34,24 @@ import (
 	"agentrun.dev/internal/network/stack"
 )
 
-// Config is what a Server is made with.
+// Config configures a Server.
 type Config struct {
 	// Host knows the host's own addresses.
 	Host addresses.Owner
-	// Version is told to parents.
+	// Version is reported to parents.
 	Version string
 	Log     *slog.Logger
-	// Patience is how long the server goes on with neither a wire nor a parent, and how
-	// long it waits without a parent before it looks at its wires, the first time.
+	// Patience is how long the server goes on with neither a wire nor a parent. It is
+	// also how long a server without a parent waits before it checks its wires for
+	// the first time.
 	Patience time.Duration
-	// Descriptors is how many the process can have; 0 is 64 Ki.
+	// Descriptors is how many descriptors the process may have; 0 is 64 Ki.
 	Descriptors int
 }
 
-// shares splits the descriptors of a process: most are for wires, connections and flows,
-// some for DNS. The rest is for parents, and for what a wire that is being attached takes
-// twice for a moment.
+// shares splits the descriptors of a process. Most are for wires, connections and
+// flows, and some for DNS. The rest is for parents, and for wires that are being
+// attached, which briefly take two each.
 func shares(descriptors int) (wires, flights int) {
 	if descriptors <= 0 {
 		descriptors = 64 << 10
@@ -58,7 +60,7 @@ func shares(descriptors int) (wires, flights int) {
 	return descriptors - min(2*dns.DefaultFlights, descriptors/4), flights
 }
 
-// Server is a netd.
+// Server serves the wires of a namespace.
 type Server struct {
 	cfg      Config
 	started  time.Time
@@ -67,18 +69,18 @@ type Server struct {
 	guard    *addresses.Guard
 	gateway  *egress.Gateway
 	parents  parents
-	shutdown chan struct{} // closed when a parent says so
+	shutdown chan struct{} // closed when a parent asks for a shutdown
 	stop     func()        // closes it
 
-	mu       sync.Mutex // protects the following
+	mu       sync.Mutex // protects all following fields
 	wires    map[netctl.ID]*wire
 	defaults netctl.Limits
-	dropped  map[stack.Drop]uint64 // of wires that are gone
+	dropped  map[stack.Drop]uint64 // sums of wires that are gone
 	lonely   *time.Timer           // runs while there is neither a wire nor a parent
-	orphan   *time.Timer           // runs while there are wires, and no parent
-	pause    time.Duration         // until orphan ends the next time
+	orphan   *time.Timer           // runs while there are wires but no parent
+	pause    time.Duration         // until orphan fires the next time
 	tidying  *time.Timer           // runs after a wire has come or gone
-	untidy   bool                  // a wire has come or gone since it ended
+	untidy   bool                  // a wire has come or gone since tidying last ended
 	closed   bool
 }
 
@@ -105,8 +107,8 @@ func New(cfg Config) (*Server, error) {
 	return s, nil
 }
 
-// Serve accepts parents until one of them says Shutdown, ctx ends, or nobody needs the
-// server any more. Then it lets go of all wires.
+// Serve accepts parents until a parent sends Shutdown, ctx ends, or the server is not
+// needed any more. Then it drops all wires.
 func (s *Server) Serve(ctx context.Context, listener *net.UnixListener) error {
 	owner, err := netctl.ListenerUID(listener)
 	if err != nil {
@@ -117,14 +119,14 @@ func (s *Server) Serve(ctx context.Context, listener *net.UnixListener) error {
 	s.lonely = time.AfterFunc(s.cfg.Patience, s.stop)
 	s.orphan = time.AfterFunc(s.cfg.Patience, s.dropEnded)
 	s.orphan.Stop()
-	s.tidying = time.AfterFunc(tidyAfter, s.tidy) // what starting has left
+	s.tidying = time.AfterFunc(tidyAfter, s.tidy) // cleans up after the start
 	var serving sync.WaitGroup
 	serving.Go(func() {
 		select {
 		case <-s.shutdown:
 		case <-ctx.Done():
 		}
-		_ = listener.Close() // Accept returns
+		_ = listener.Close() // makes Accept return
 	})
 	err = s.accept(ctx, listener, owner, &serving)
 	cancel()
@@ -134,7 +136,7 @@ func (s *Server) Serve(ctx context.Context, listener *net.UnixListener) error {
 	return err
 }
 
-// accept takes parents on until the listener is closed.
+// accept accepts parents until the listener is closed.
 func (s *Server) accept(ctx context.Context, listener *net.UnixListener, owner uint32, serving *sync.WaitGroup) error {
 	for {
 		socket, err := listener.AcceptUnix()
@@ -142,7 +144,7 @@ func (s *Server) accept(ctx context.Context, listener *net.UnixListener, owner u
 			return nil
 		}
 		if err != nil {
-			// A peer that is gone already, or no descriptor left: both pass.
+			// Either the peer is gone already or no descriptor is left. Both pass.
 			s.cfg.Log.Warn("accept a parent", "error", err)
 			select {
 			case <-time.After(acceptPause):
@@ -154,7 +156,7 @@ func (s *Server) accept(ctx context.Context, listener *net.UnixListener, owner u
 		p, ok := s.parents.add(netctl.NewConn(socket))
 		if !ok {
 			s.cfg.Log.Warn("a parent was turned away: there are too many")
-			_ = socket.Close() // it was told nothing
+			_ = socket.Close() // no message was sent to it
 			continue
 		}
 		s.consider()
@@ -166,11 +168,11 @@ func (s *Server) accept(ctx context.Context, listener *net.UnixListener, owner u
 	}
 }
 
-// acceptPause keeps a failing accept from taking a whole processor.
+// acceptPause keeps repeated failures of accept from taking a whole processor.
 const acceptPause = 100 * time.Millisecond
 
-// consider starts the time after which nobody needs the server, or that after which it
-// looks at its wires, or stops both.
+// consider starts or stops two timers: the one after which a server without wires and
+// parents ends, and the one after which a server without parents checks its wires.
 func (s *Server) consider() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -186,11 +188,11 @@ func (s *Server) consider() {
 	}
 }
 
-// maxPause is how long a server without a parent waits at most before it looks again.
+// maxPause is the longest time between two checks of a server without a parent.
 const maxPause = time.Hour
 
-// dropEnded lets go of the wires of sandboxes that have ended, while no parent would say
-// so, and looks again after twice the time.
+// dropEnded drops the wires of sandboxes that have ended while no parent could report
+// it. It checks again after twice the time.
 func (s *Server) dropEnded() {
 	if s.parents.count() > 0 {
 		return
@@ -198,7 +200,7 @@ func (s *Server) dropEnded() {
 	for _, w := range s.all() {
 		if w.stack.Gone() {
 			s.cfg.Log.Info("a sandbox has ended while there was no parent", "wire", w.id)
-			_ = s.detach(w.id) // a parent that has just come may have been faster
+			_ = s.detach(w.id) // a parent that has just come may have detached it already
 		}
 	}
 	s.mu.Lock()
@@ -209,7 +211,7 @@ func (s *Server) dropEnded() {
 	}
 }
 
-// close lets go of everything.
+// close drops everything.
 func (s *Server) close() {
 	s.mu.Lock()
 	s.closed = true

@@ -14,7 +14,8 @@ type nobody struct{}
 
 func (nobody) Owns(netip.Addr) (bool, string, error) { return false, "", nil }
 
-// TestNothingIsLeftOfAWireThatFailed: the way out of a sandbox whose wire was not attached ends.
+// TestNothingIsLeftOfAWireThatFailed: if a wire cannot be attached, its sandbox's way
+// out ends.
 func TestNothingIsLeftOfAWireThatFailed(t *testing.T) {
 	s, err := New(Config{Host: nobody{}, Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
@@ -24,7 +25,7 @@ func TestNothingIsLeftOfAWireThatFailed(t *testing.T) {
 		_ = s.poller.Close()
 		s.resolver.Close()
 	}()
-	file, err := os.Open(os.DevNull) // no socket
+	file, err := os.Open(os.DevNull) // it is not a socket
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -17,32 +17,34 @@ import (
 // Bounds of parents.
 const (
 	maxParents = 32
-	// helloPatience is how long a parent may take to say Hello, sendPatience how long it
-	// may take to read a reply.
+	// helloPatience is how long a parent may take to send Hello. sendPatience is how
+	// long it may take to read a reply.
 	helloPatience = 10 * time.Second
 	sendPatience  = 10 * time.Second
-	// maxRequests are those of one parent that are served at once; more wait. maxFollowers
-	// are those that wait for entries of a log; more are refused.
+	// maxRequests is how many requests of one parent are served at once; further ones
+	// wait. maxFollowers is how many of its requests may wait for entries of a log;
+	// further ones are refused.
 	maxRequests  = 64
 	maxFollowers = 256
 )
 
-// parents are those who control the server, each by a connection. One may be killed
-// when it has just asked for something, and its successor ask for the opposite: what
-// the dead one sent is then done first, although both are read from at once.
+// parents are the processes that control the server, each by a connection. A parent
+// may be killed just after a request, and its successor may ask for the opposite. The
+// server then first completes the requests of the dead parent, although it reads from
+// both at once.
 type parents struct {
-	mu  sync.Mutex // protects all
+	mu  sync.Mutex // protects all following fields
 	all map[*parent]bool
 }
 
-// parent is one of them.
+// parent is one connection.
 type parent struct {
 	conn   *netctl.Conn
-	before []*parent     // that were gone when it came
-	served chan struct{} // closed when nothing of it will be done any more
+	before []*parent     // parents that had hung up when this one came
+	served chan struct{} // closed when all its requests are done
 }
 
-// add takes on a parent unless there are too many.
+// add accepts a parent unless there are too many.
 func (ps *parents) add(c *netctl.Conn) (*parent, bool) {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
@@ -75,18 +77,18 @@ func (ps *parents) count() int {
 	return len(ps.all)
 }
 
-// hangUp closes all connections: those who read from them return.
+// hangUp closes all connections, so that their readers return.
 func (ps *parents) hangUp() {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
 	for p := range ps.all {
-		_ = p.conn.Close() // nothing more will be said
+		_ = p.conn.Close() // no more messages will be sent
 	}
 }
 
 // serveParent serves a parent until it hangs up or breaks the protocol.
 func (s *Server) serveParent(ctx context.Context, p *parent, owner uint32) {
-	defer func() { _ = p.conn.Close() }() // nothing more will be said
+	defer func() { _ = p.conn.Close() }() // no more messages will be sent
 	if err := s.greet(p, owner); err != nil {
 		s.cfg.Log.Warn("a parent was turned away", "error", err)
 		return
@@ -99,8 +101,8 @@ func (s *Server) serveParent(ctx context.Context, p *parent, owner uint32) {
 	}
 }
 
-// greet finds out whether to serve a parent. Only root may be one, and the user who has
-// started this process.
+// greet decides whether to serve a parent. Only root and the user who has started
+// this process may be parents.
 func (s *Server) greet(p *parent, owner uint32) error {
 	deadline := time.Now().Add(helloPatience)
 	refuse := func(why error) error {
@@ -116,7 +118,7 @@ func (s *Server) greet(p *parent, owner uint32) error {
 	}
 	m, file, err := p.conn.Receive(deadline)
 	if file != nil {
-		_ = file.Close() // of a message that is none
+		_ = file.Close() // of an invalid message
 	}
 	if err != nil {
 		return err
@@ -133,27 +135,27 @@ func (s *Server) greet(p *parent, owner uint32) error {
 	}, nil)
 }
 
-// serveRequests serves requests, several at once, and returns when the parent has hung up
-// and all that it asked for is done.
+// serveRequests serves requests, several at once. It returns when the parent has hung
+// up and all its requests are done.
 func (s *Server) serveRequests(ctx context.Context, p *parent) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var serving sync.WaitGroup
 	defer serving.Wait()
-	defer cancel() // those who wait for entries of a log
+	defer cancel() // ends the requests that wait for entries of a log
 	slots, followers := make(chan struct{}, maxRequests), make(chan struct{}, maxFollowers)
 	for {
 		m, file, err := p.conn.Receive(time.Time{})
-		if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) { // one of us has hung up
+		if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) { // one side has hung up
 			return nil
 		}
-		noDescriptor := errors.Is(err, netctl.ErrNoDescriptor) // of this request: others go on
+		noDescriptor := errors.Is(err, netctl.ErrNoDescriptor) // only this request fails; others go on
 		if err != nil && !noDescriptor {
 			return err
 		}
 		request, ok := m.(netctl.Request)
 		if !ok {
 			if file != nil {
-				_ = file.Close() // of a message that is none
+				_ = file.Close() // of an invalid message
 			}
 			return fmt.Errorf("a message that is no request: %T", m)
 		}
@@ -164,7 +166,7 @@ func (s *Server) serveRequests(ctx context.Context, p *parent) error {
 		places := slots
 		if l, ok := m.(*netctl.Log); ok && l.Wait > 0 {
 			places = followers
-			if len(places) == maxFollowers { // nobody else puts any in
+			if len(places) == maxFollowers { // only this goroutine adds to it
 				p.reply(netctl.Fail(request.RequestID(), fmt.Errorf("%w: %d requests wait for entries of logs", netctl.ErrBusy, maxFollowers)))
 				continue
 			}
@@ -180,18 +182,18 @@ func (s *Server) serveRequests(ctx context.Context, p *parent) error {
 	}
 }
 
-// reply sends a reply. A parent that does not read it is hung up on.
+// reply sends a reply. If the parent does not read it, the connection is closed.
 func (p *parent) reply(r *netctl.Reply) {
 	err := p.conn.Send(time.Now().Add(sendPatience), r, nil)
-	if errors.Is(err, netctl.ErrInvalid) { // it is too large, and was not sent
+	if errors.Is(err, netctl.ErrInvalid) { // the reply is too large, and was not sent
 		err = p.conn.Send(time.Now().Add(sendPatience), netctl.Fail(r.ID, err), nil)
 	}
 	if err != nil {
-		_ = p.conn.Close() // whoever reads from it notices
+		_ = p.conn.Close() // the reader of the connection notices
 	}
 }
 
-// answer does what was asked for. file, if there is one, is of the request.
+// answer carries out a request. file is the request's file, or nil.
 func (s *Server) answer(ctx context.Context, request netctl.Request, file *os.File) (reply *netctl.Reply) {
 	defer func() {
 		if file != nil {
@@ -213,7 +215,7 @@ func (s *Server) answer(ctx context.Context, request netctl.Request, file *os.Fi
 	return reply
 }
 
-// do does what was asked for, and returns what the reply carries.
+// do carries out a request, and returns the result for the reply.
 func (s *Server) do(ctx context.Context, request netctl.Request, file *os.File) (netctl.Result, error) {
 	switch r := request.(type) {
 	case *netctl.Configure:
@@ -235,7 +237,7 @@ func (s *Server) do(ctx context.Context, request netctl.Request, file *os.File) 
 		case netctl.KindStats:
 			return s.stats(), nil
 		case netctl.KindShutdown:
-			return nil, nil // once it is answered
+			return nil, nil // it starts after the reply
 		}
 	}
 	return nil, fmt.Errorf("%w: %T", netctl.ErrInvalid, request)

@@ -22,13 +22,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// world is the address of the servers of the tests, on the loopback of a network that
-// has nothing else.
+// world is the address of the tests' servers, on the loopback of a network that has
+// no other interface.
 var world = netip.MustParseAddr("198.51.100.7")
 
 func TestMain(m *testing.M) { networktest.Main(m, world) }
 
-// config is that of a netd in a jail of its own, so that tests see nothing of each other.
+// config is the configuration of a netd in a jail of its own, so that tests do not
+// affect each other.
 func config(t testing.TB) (netproc.Config, jail.Config) {
 	t.Helper()
 	jc := jail.Config{Folder: t.TempDir(), Cgroup: jailtest.Cgroup(t)}
@@ -44,7 +45,7 @@ func config(t testing.TB) (netproc.Config, jail.Config) {
 	return netproc.Config{Folder: filepath.Join(t.TempDir(), "netd"), Jail: j}, jc
 }
 
-// leftovers are user ids and cgroups of processes.
+// leftovers lists the user ids and cgroups of processes.
 func leftovers(t testing.TB, jc jail.Config) (left []string) {
 	t.Helper()
 	entries, err := os.ReadDir(jc.Folder)
@@ -89,7 +90,7 @@ func connected(t testing.TB, p *netproc.Process) running {
 	return running{p, c}
 }
 
-// rules allow what is given, and nothing else.
+// rules allow only the given rules.
 func rules(allow ...string) netctl.Rules {
 	b, err := json.Marshal([]map[string]any{{"egress": "deny", "allow": allow}})
 	if err != nil {
@@ -112,7 +113,7 @@ func (r running) attach(t testing.TB, g *networktest.Guest, w netctl.Wire) {
 	}
 }
 
-// serve accepts connections at the world's address, and returns where.
+// serve accepts connections at the world's address, and returns its address and port.
 func serve(t testing.TB, each func(net.Conn)) string {
 	t.Helper()
 	l, err := net.Listen("tcp", netip.AddrPortFrom(world, 0).String())
@@ -172,7 +173,7 @@ func speak(c net.Conn, text string) error {
 	return nil
 }
 
-// reach connects from a guest, and speaks.
+// reach connects from a guest, and echoes text.
 func reach(ctx context.Context, g *networktest.Guest, address, text string) error {
 	c, err := g.Dial(ctx, "tcp", address)
 	if err != nil {
@@ -181,7 +182,7 @@ func reach(ctx context.Context, g *networktest.Guest, address, text string) erro
 	return errors.Join(speak(c, text), c.Close())
 }
 
-// TestServe: what a netd in its jail does for one sandbox.
+// TestServe: the work of a netd in its jail for one sandbox.
 func TestServe(t *testing.T) {
 	cfg, jc := config(t)
 	p := start(t, cfg)
@@ -199,7 +200,7 @@ func TestServe(t *testing.T) {
 	if err := reach(t.Context(), g, other, "hello"); !errors.Is(err, unix.ECONNREFUSED) {
 		t.Errorf("what no rule allows: %v", err)
 	}
-	// The next entry of the log is the refusal; the connection is open.
+	// The next entry of the log is the refusal. The connection is open.
 	page, err := p.Log(t.Context(), netctl.Log{Wire: "w", Wait: netctl.MaxWait, Open: true})
 	if err != nil || len(page.Entries) != 1 || page.Entries[0].Outcome != "refused" || page.Entries[0].Address.String() != other || page.Next != 2 {
 		t.Fatalf("the log has %+v, %v", page, err)
@@ -207,13 +208,14 @@ func TestServe(t *testing.T) {
 	if len(page.Open) != 1 || page.Open[0].Address.String() != server || page.Open[0].Rule != server {
 		t.Errorf("open are %+v", page.Open)
 	}
-	// Bytes are counted when they have been passed on.
+	// Bytes count once they have been passed on.
 	for deadline := time.Now().Add(time.Minute); len(page.Open) == 1 && page.Open[0].Received != 5; {
 		if page, err = p.Log(t.Context(), netctl.Log{Wire: "w", Open: true}); err != nil || time.Now().After(deadline) {
 			t.Fatalf("open are %+v, %v", page.Open, err)
 		}
 	}
-	// Who follows the log is told of the connection's end, which a new policy brings.
+	// A reader that follows the log learns of the connection's end, which a new
+	// policy causes.
 	followed := make(chan netctl.LogPage, 1)
 	go func() {
 		page, err := p.Log(t.Context(), netctl.Log{Wire: "w", From: page.Next, Wait: netctl.MaxWait})
@@ -269,7 +271,8 @@ func counted(s netctl.Stats, kind string, connections uint64) bool {
 	return false
 }
 
-// TestRefusedRequests: what cannot be done is refused by name, and leaves nothing.
+// TestRefusedRequests: impossible requests are refused with the reason, and leave
+// nothing behind.
 func TestRefusedRequests(t *testing.T) {
 	cfg, _ := config(t)
 	p := start(t, cfg)

@@ -12,7 +12,7 @@ import (
 	"agentrun.dev/internal/network/stack"
 )
 
-// list tells the wires that are attached.
+// list describes the attached wires.
 func (s *Server) list() netctl.Result {
 	r := &netctl.Wires{}
 	for _, w := range s.all() {
@@ -36,7 +36,7 @@ func (s *Server) list() netctl.Result {
 	return r
 }
 
-// stats tells the sums of all wires.
+// stats returns the sums over all wires.
 func (s *Server) stats() netctl.Result {
 	wires := s.all()
 	r := &netctl.Stats{Wires: len(wires), Queries: s.gateway.Queries(), Injected: s.gateway.Injected()}
@@ -64,7 +64,8 @@ func (s *Server) stats() netctl.Result {
 	return r
 }
 
-// log reads a page of a wire's log, and waits for its first entry if it may.
+// log reads a page of a wire's log. If the request allows it, log waits for the first
+// entry.
 func (s *Server) log(ctx context.Context, r *netctl.Log) (netctl.Result, error) {
 	w, err := s.find(r.Wire)
 	if err != nil {
@@ -78,7 +79,7 @@ func (s *Server) log(ctx context.Context, r *netctl.Log) (netctl.Result, error) 
 	late := time.NewTimer(min(r.Wait, netctl.MaxWait))
 	defer late.Stop()
 	for {
-		logged := w.sandbox.LogChanged() // before it is read, so that nothing is missed
+		logged := w.sandbox.LogChanged() // called before reading, so that no entry is missed
 		entries := w.sandbox.Log(from-1, most)
 		if len(entries) == 0 && r.Wait > 0 {
 			select {
@@ -100,7 +101,7 @@ func page(w *wire, r *netctl.Log, from uint64, entries []egress.Entry) *netctl.L
 		p.Entries = append(p.Entries, entry(e))
 	}
 	if len(entries) > 0 {
-		p.Lost = entries[0].Seq - min(from, entries[0].Seq) // a log that has begun anew is behind
+		p.Lost = entries[0].Seq - min(from, entries[0].Seq) // a restarted log has lower numbers than from
 		p.Next = entries[len(entries)-1].Seq + 1
 	}
 	if r.Open {

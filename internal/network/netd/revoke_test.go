@@ -14,8 +14,8 @@ import (
 	"agentrun.dev/internal/network/wire"
 )
 
-// unread is a sandbox with connections to a server that sends without end, and a full wire: its
-// program does not read, or it stands still.
+// unread is a sandbox with connections to a server that sends endlessly, and with a
+// full wire: its program does not read, or it is paused.
 func unread(t *testing.T, p running, id netctl.ID, server string, connections int) {
 	t.Helper()
 	near, far := networktest.NewWire(t)
@@ -45,7 +45,7 @@ func unread(t *testing.T, p running, id netctl.ID, server string, connections in
 		}
 		send(a.plain(answer, ack))
 	}
-	// Questions whose answers nobody reads fill the wire.
+	// Questions whose answers are not read fill the wire.
 	full := func() uint64 {
 		stats, err := p.Stats(t.Context())
 		if err != nil {
@@ -69,8 +69,8 @@ func unread(t *testing.T, p running, id netctl.ID, server string, connections in
 	}
 }
 
-// TestRevokedUnread: a sandbox that does not read its wire loses its connections at once when its
-// policy says so, all of them, and cannot keep its netd from answering.
+// TestRevokedUnread: when its policy changes, a sandbox that does not read its wire
+// loses all its connections at once. It cannot keep its netd from answering.
 func TestRevokedUnread(t *testing.T) {
 	cfg, _ := config(t)
 	p := start(t, cfg)
@@ -102,7 +102,8 @@ func TestRevokedUnread(t *testing.T) {
 	}
 }
 
-// TestDetachedUnread: nor can it keep its netd from letting go of its wire.
+// TestDetachedUnread: such a sandbox cannot keep its netd from dropping its wire
+// either.
 func TestDetachedUnread(t *testing.T) {
 	cfg, _ := config(t)
 	p := start(t, cfg)

@@ -9,8 +9,8 @@ import (
 	"agentrun.dev/internal/network/networktest"
 )
 
-// TestNoDescriptorLeft: a netd without descriptors refuses a wire by name, and goes on to do
-// what else it is asked. With room again it takes the wire.
+// TestNoDescriptorLeft: a netd without free descriptors refuses a wire with the
+// reason, and serves other requests. With room again it accepts the wire.
 func TestNoDescriptorLeft(t *testing.T) {
 	path, _ := here(t, time.Minute)
 	c := dial(t, path)

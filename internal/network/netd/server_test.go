@@ -28,8 +28,8 @@ type nobody struct{}
 
 func (nobody) Owns(netip.Addr) (bool, string, error) { return false, "", nil }
 
-// here runs a server in the test's own process. It returns where it listens, and what
-// Serve will have returned.
+// here runs a server in the test's own process. It returns the path of its socket,
+// and a channel for the result of Serve.
 func here(t *testing.T, patience time.Duration) (path string, served <-chan error) {
 	t.Helper()
 	dir := t.TempDir()
@@ -69,8 +69,8 @@ func dial(t *testing.T, path string) *netctl.Client {
 	return c
 }
 
-// hereWith runs a server, and returns it with a parent. One that is not patient for long may
-// have ended before its parent came: the next one is patient for longer.
+// hereWith runs a server, and returns it with a parent. A server with little patience
+// may end before its parent comes; then hereWith starts another one with more.
 func hereWith(t *testing.T, patience time.Duration) (path string, served <-chan error, c *netctl.Client, patient time.Duration) {
 	t.Helper()
 	for ; ; patience *= 2 {
@@ -86,7 +86,8 @@ func hereWith(t *testing.T, patience time.Duration) (path string, served <-chan 
 	}
 }
 
-// TestAlone: a server that nobody needs ends by itself; one with a wire does not.
+// TestAlone: a server without wires and parents ends by itself. A server with a wire
+// does not.
 func TestAlone(t *testing.T) {
 	_, served := here(t, time.Millisecond)
 	if err := <-served; err != nil {
@@ -103,7 +104,7 @@ func TestAlone(t *testing.T) {
 	select {
 	case err := <-served:
 		t.Fatalf("it ended although it has a wire: %v", err)
-	case <-time.After(4 * patience): // longer than it is patient without one
+	case <-time.After(4 * patience): // longer than its patience without a wire
 	}
 	c = dial(t, path)
 	if err := c.Detach(t.Context(), "w"); err != nil {
@@ -117,8 +118,8 @@ func TestAlone(t *testing.T) {
 	}
 }
 
-// TestOrphan: a server without a parent lets go of the wires of sandboxes that have
-// ended, and then nobody needs it.
+// TestOrphan: a server without a parent drops the wires of sandboxes that have ended.
+// Then it has no wires either, and ends.
 func TestOrphan(t *testing.T) {
 	path, served, c, _ := hereWith(t, 10*time.Millisecond)
 	near, far := networktest.NewWire(t)
@@ -131,7 +132,7 @@ func TestOrphan(t *testing.T) {
 	if err := errors.Join(gone.Close(), c.Close()); err != nil {
 		t.Fatal(err)
 	}
-	// One that lives is sent a frame, when the server has looked.
+	// The server's check sends a frame to a living sandbox.
 	if err := near.SetReadDeadline(time.Now().Add(time.Minute)); err != nil {
 		t.Fatal(err)
 	}
@@ -158,12 +159,12 @@ func TestOrphan(t *testing.T) {
 	}
 }
 
-// as runs f on a thread with another user id, which ends with it.
+// as runs f on a thread with another user id. The thread ends with f.
 func as(uid int, f func() error) error {
 	result := make(chan error)
 	go func() {
 		runtime.LockOSThread()
-		// The thread's own: the process keeps its user id.
+		// The raw call changes only the thread: the process keeps its user id.
 		if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, ^uintptr(0), uintptr(uid), ^uintptr(0)); errno != 0 {
 			result <- errno
 			return
@@ -173,7 +174,7 @@ func as(uid int, f func() error) error {
 	return <-result
 }
 
-// TestStrangers: who is neither root nor the owner is turned away.
+// TestStrangers: a user who is neither root nor the owner is turned away.
 func TestStrangers(t *testing.T) {
 	path, _ := here(t, time.Hour)
 	for dir := path; dir != "/"; dir = filepath.Dir(dir) {
@@ -196,9 +197,9 @@ func TestStrangers(t *testing.T) {
 	dial(t, path)
 }
 
-// TestHostileParents: whoever says what no daemon says is hung up on, and the server
-// goes on for others. All of it happens to a real process in its jail, whose
-// descriptors are counted.
+// TestHostileParents: the server closes the connection of a parent that sends a
+// message that no daemon sends, and serves others. The test runs against a real
+// process in its jail, and counts its descriptors.
 func TestHostileParents(t *testing.T) {
 	cfg, _ := config(t)
 	p := start(t, cfg)
@@ -235,7 +236,7 @@ func TestHostileParents(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer func() { _ = c.Close() }()
-			_, _ = c.Write(said) // it may have hung up before the end
+			_, _ = c.Write(said) // the server may close the connection before the end
 			_ = c.(*net.UnixConn).CloseWrite()
 			if err := c.SetReadDeadline(time.Now().Add(time.Minute)); err != nil {
 				t.Fatal(err)
@@ -269,8 +270,8 @@ func opened(t *testing.T, pid int) int {
 	return len(all)
 }
 
-// TestLineage: a copy of a sandbox is told that the connections of its source are gone,
-// and the source's go on.
+// TestLineage: a copy of a sandbox learns that the connections of its source are
+// gone. The source's connections go on.
 func TestLineage(t *testing.T) {
 	cfg, _ := config(t)
 	p := start(t, cfg)
@@ -286,7 +287,7 @@ func TestLineage(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// One that begins and ends while the sandbox is captured may be in the copy, too.
+	// A connection that begins and ends during the capture may be in the copy, too.
 	if err := reach(t.Context(), g, server, "short"); err != nil {
 		t.Fatal(err)
 	}
@@ -300,7 +301,8 @@ func TestLineage(t *testing.T) {
 	if err := speak(kept, "goes on"); err != nil {
 		t.Errorf("the source: %v", err)
 	}
-	// As if g were the copy now: its kernel has the connection, and another wire.
+	// From here on g plays the copy: its kernel has the connection, and it gets
+	// another wire.
 	if err := p.Detach(t.Context(), "source"); err != nil {
 		t.Fatal(err)
 	}
@@ -318,7 +320,8 @@ func TestLineage(t *testing.T) {
 	}
 }
 
-// TestPaused: what is sent to a paused sandbox waits, also when it was attached so.
+// TestPaused: data for a paused sandbox waits, even if the sandbox was attached as
+// paused.
 func TestPaused(t *testing.T) {
 	cfg, _ := config(t)
 	p := start(t, cfg)
@@ -352,7 +355,7 @@ func TestPaused(t *testing.T) {
 	}
 }
 
-// TestIdleWire: an idle wire costs a netd at most 4 KiB.
+// TestIdleWire: an idle wire takes at most 4 KiB of a netd's memory.
 func TestIdleWire(t *testing.T) {
 	path, _ := here(t, time.Hour)
 	c := dial(t, path)
@@ -364,7 +367,7 @@ func TestIdleWire(t *testing.T) {
 	heap := func() uint64 {
 		var m runtime.MemStats
 		runtime.GC()
-		runtime.GC() // what finalizers had kept
+		runtime.GC() // collects the memory that finalizers had kept
 		runtime.ReadMemStats(&m)
 		return m.HeapAlloc + m.StackInuse
 	}

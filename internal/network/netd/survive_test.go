@@ -19,8 +19,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestDaemonDies: connections go on while nobody controls their netd, and the next
-// daemon finds it, lists what is there, and goes on.
+// TestDaemonDies: connections go on while no daemon controls their netd. The next
+// daemon finds the netd, lists its wires, and goes on.
 func TestDaemonDies(t *testing.T) {
 	cfg, jc := config(t)
 	first, err := netproc.Start(t.Context(), cfg)
@@ -48,7 +48,7 @@ func TestDaemonDies(t *testing.T) {
 	if err := speak(conn, "meanwhile"); err != nil {
 		t.Errorf("a connection without a daemon: %v", err)
 	}
-	if err := cfg.Jail.Sweep(); err != nil { // as each daemon does when it starts
+	if err := cfg.Jail.Sweep(); err != nil { // each daemon does this when it starts
 		t.Fatal(err)
 	}
 	if _, err := netproc.Start(t.Context(), cfg); err == nil {
@@ -93,8 +93,8 @@ func TestDaemonDies(t *testing.T) {
 // kills is how often TestKilled kills.
 const kills = 20
 
-// TestKilled: a netd is killed in the middle of transfers, again and again. Each time
-// another one serves the same wires, and nothing of the dead one is left.
+// TestKilled: a netd is killed in the middle of transfers, repeatedly. Each time
+// another netd serves the same wires, and the dead one leaves nothing behind.
 func TestKilled(t *testing.T) {
 	cfg, jc := config(t)
 	server := serve(t, echo)
@@ -132,7 +132,7 @@ func TestKilled(t *testing.T) {
 			t.Fatalf("round %d has left %q", round, left)
 		}
 		broken()
-		// The first rounds open what is opened once.
+		// The first rounds open the files that are opened once.
 		if round == 1 {
 			descriptors, goroutines = open(t), runtime.NumGoroutine()
 		}
@@ -142,8 +142,8 @@ func TestKilled(t *testing.T) {
 	settle(t, "goroutines", goroutines, runtime.NumGoroutine)
 }
 
-// settle checks that there are no more of something than before; some of it ends a moment
-// later.
+// settle checks that a count does not exceed its earlier value. Some of the counted
+// things end a moment later.
 func settle(t *testing.T, what string, before int, count func() int) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -166,9 +166,9 @@ func open(t *testing.T) int {
 	return len(all)
 }
 
-// transfers starts a transfer in each guest that never ends by itself. flowing is closed
-// when bytes have come back in all of them. stop ends them from inside: a dead netd says
-// nothing.
+// transfers starts an endless transfer in each guest. flowing is closed once bytes
+// have come back in all of them. stop ends the transfers from inside, because a dead
+// netd sends no RST.
 func transfers(t *testing.T, guests []*networktest.Guest, server string) (flowing <-chan struct{}, stop func()) {
 	t.Helper()
 	all := make(chan struct{}, len(guests))
@@ -206,7 +206,7 @@ func transfers(t *testing.T, guests []*networktest.Guest, server string) (flowin
 	}()
 	return come, func() {
 		for _, c := range conns {
-			_ = c.Close() // whoever reads and writes returns
+			_ = c.Close() // its reader and writer return
 		}
 		for range cap(done) {
 			<-done
@@ -214,8 +214,8 @@ func transfers(t *testing.T, guests []*networktest.Guest, server string) (flowin
 	}
 }
 
-// TestWires: many wires with the same address on one netd are all connected at once, and
-// no byte goes to the wrong one.
+// TestWires: many wires with the same address on one netd are all connected at once,
+// and no byte goes to the wrong one.
 func TestWires(t *testing.T) {
 	wires := 500
 	if testing.Short() {
@@ -241,7 +241,8 @@ func TestWires(t *testing.T) {
 		}
 	}()
 	for i, g := range guests {
-		// All from the same port, too: only the wire tells them apart.
+		// All connections use the same port, too, so only the wire distinguishes
+		// them.
 		err := g.Run(func() (err error) {
 			conns[i], err = (&net.Dialer{LocalAddr: &net.TCPAddr{Port: 40000}}).DialContext(t.Context(), "tcp", server)
 			return err
@@ -253,7 +254,7 @@ func TestWires(t *testing.T) {
 	for i, c := range conns {
 		if err := speak(c, fmt.Sprintf("%x", sha256.Sum256([]byte(fmt.Sprint(i))))); err != nil {
 			why := ""
-			if !t.Failed() { // the first one tells enough
+			if !t.Failed() { // one message is enough
 				why = p.state(t, wireID(i)) + guests[i].State()
 			}
 			t.Errorf("wire %d: %v\n%s", i, err, why)
@@ -275,8 +276,8 @@ func TestWires(t *testing.T) {
 
 func wireID(i int) netctl.ID { return netctl.ID(fmt.Sprint("wire-", i)) }
 
-// state says what netd knows of a wire, for the message of a test in which bytes did not
-// arrive.
+// state describes a wire as netd knows it, for the message of a test in which bytes
+// did not arrive.
 func (r running) state(t *testing.T, id netctl.ID) string {
 	t.Helper()
 	all, err := r.List(t.Context())
@@ -297,7 +298,7 @@ func (r running) state(t *testing.T, id netctl.ID) string {
 
 func per(bytes, wires int) float64 { return float64(bytes) / 1024 / float64(wires) }
 
-// memory is what a process has resident of its own, in bytes.
+// memory is the resident memory of a process, without shared pages, in bytes.
 func memory(t *testing.T, pid int) int {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join("/proc", fmt.Sprint(pid), "statm"))

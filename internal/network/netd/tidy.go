@@ -7,20 +7,23 @@ import (
 )
 
 const (
-	// tidyAfter is how long no wire has come or gone when memory is given back.
+	// tidyAfter is how long no wire must come or go before memory is returned to the
+	// host.
 	tidyAfter = 2 * time.Second
-	// tidyBelow is the heap from which on the garbage collector does its work alone: it
-	// is busy then, and what wires have left is little of it.
+	// tidyBelow is the heap size from which on the garbage collector is left alone.
+	// It is then busy by itself, and the remains of wires are a small part.
 	tidyBelow = 32 << 20
-	// usualPercent is Go's GOGC. eagerPercent is that while wires come and go: requests
-	// leave more than a wire needs, and what lies between the wires then stays when the
-	// rest of it is gone. Under load it would be too much work.
+	// usualPercent is Go's default GOGC. eagerPercent is GOGC while wires come and
+	// go. Requests leave more garbage than a wire needs memory. If the garbage were
+	// collected late, the wires would be spread over more pages, which stay in use
+	// after it is gone. Under load, eagerPercent would cost too much.
 	usualPercent = 100
 	eagerPercent = 10
 )
 
-// tidySoon gives memory back some time after the last wire has come or gone. In a heap
-// this small nothing else would collect what is left of requests for hours.
+// tidySoon returns memory to the host some time after the last wire has come or gone.
+// In a heap this small, the remains of requests would otherwise not be collected for
+// hours.
 func (s *Server) tidySoon() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

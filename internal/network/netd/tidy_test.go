@@ -11,8 +11,8 @@ import (
 	"agentrun.dev/internal/network/networktest"
 )
 
-// TestIdleMemory: an idle wire costs at most 4 KiB of a netd's memory, some time after it
-// was attached: what the request has left is given back.
+// TestIdleMemory: an idle wire takes at most 4 KiB of a netd's memory some time after
+// it was attached, when the remains of the request were returned.
 func TestIdleMemory(t *testing.T) {
 	cfg, _ := config(t)
 	p := start(t, cfg)
@@ -30,7 +30,8 @@ func TestIdleMemory(t *testing.T) {
 	before := settled(t, p.PID())
 	attach("wire-", wires)
 	each := func() int { return (anonymous(t, p.PID()) - before) / wires }
-	// Nothing tells when a process has given memory back, and a busy host delays it.
+	// There is no event when a process has returned memory, and a busy host delays
+	// it.
 	for deadline := time.Now().Add(time.Minute); each() > limit; time.Sleep(pause) {
 		if time.Now().After(deadline) {
 			t.Fatalf("an idle wire costs %d bytes, more than %d", each(), limit)
@@ -42,8 +43,8 @@ func TestIdleMemory(t *testing.T) {
 // pause is the time between two looks at a process's memory.
 const pause = 100 * time.Millisecond
 
-// settled is the memory of a process that has given back what it will: it has not changed
-// for longer than that takes. Nothing tells.
+// settled is the memory of a process once it has returned what it can: the memory has
+// not changed for longer than returning takes. There is no event for that.
 func settled(t *testing.T, pid int) int {
 	t.Helper()
 	now, since := anonymous(t, pid), time.Duration(0)
@@ -61,8 +62,9 @@ func settled(t *testing.T, pid int) int {
 	return 0
 }
 
-// anonymous is the memory of a process that no file has, in bytes. The kernel counts it for
-// this file; for others it knows it to some hundred pages only.
+// anonymous is the memory of a process that belongs to no file, in bytes. The kernel
+// counts it exactly for this file. Its other counters are only accurate to some
+// hundred pages.
 func anonymous(t *testing.T, pid int) int {
 	t.Helper()
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", pid))

@@ -20,32 +20,34 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// wire is one sandbox's wire, and its way out.
+// wire is one sandbox's wire, with its way out.
 type wire struct {
 	id       netctl.ID
 	attached time.Time
 	sandbox  *egress.Sandbox
 	stack    *stack.Wire
-	gone     chan struct{} // closed when it is
+	limits   netctl.Limits // the wire's own
+	gone     chan struct{} // closed when the wire is gone
 
-	mu       sync.Mutex // protects the following
+	mu       sync.Mutex // protects all following fields
 	paused   bool
 	lastMark uint64
 	marks    map[uint64]*stack.Mark
 }
 
-// maxMarks bounds the marks of a wire. A parent that dies in a capture leaves its own.
+// maxMarks bounds the marks of a wire. A parent that dies during a capture leaves its
+// mark.
 const maxMarks = 16
 
-// close cuts all connections, and waits until nothing of the wire is left.
+// close cuts all connections, and waits until the wire is completely gone.
 func (w *wire) close() {
 	close(w.gone)
 	w.sandbox.Close()
 	w.stack.Close()
 }
 
-// configure changes what is the same for all wires. Connections to ranges that are closed
-// from now on are cut.
+// configure changes the settings that all wires share. It cuts connections to ranges
+// that are closed from now on.
 func (s *Server) configure(c netctl.Settings) error {
 	upstreams := dns.Upstreams{Default: c.Upstreams, Internal: map[string][]netip.AddrPort{}}
 	for _, d := range c.InternalDomains {
@@ -65,6 +67,11 @@ func (s *Server) configure(c netctl.Settings) error {
 	s.guard.SetClosed(c.ClosedRanges)
 	s.mu.Lock()
 	s.defaults = c.Defaults
+	for _, w := range s.wires {
+		if w != nil {
+			w.setRates(s.defaults)
+		}
+	}
 	s.mu.Unlock()
 	for _, w := range s.all() {
 		w.sandbox.Recheck()
@@ -72,7 +79,13 @@ func (s *Server) configure(c netctl.Settings) error {
 	return nil
 }
 
-// attach begins to serve a wire. file stays the caller's.
+// setRates gives the wire its rates: its own, or the defaults.
+func (w *wire) setRates(defaults netctl.Limits) {
+	l := limits(w.limits, defaults)
+	w.stack.SetRates(l.Up, l.Down)
+}
+
+// attach begins to serve a wire. The caller keeps file.
 func (s *Server) attach(a netctl.Wire, file *os.File) error {
 	if err := a.ID.Check(); err != nil {
 		return fmt.Errorf("%w: %w", netctl.ErrInvalid, err)
@@ -93,6 +106,7 @@ func (s *Server) attach(a netctl.Wire, file *os.File) error {
 		err = errors.New("netd is shutting down")
 	default:
 		s.wires[a.ID] = w
+		w.setRates(s.defaults) // they may have changed meanwhile
 	}
 	s.mu.Unlock()
 	s.tidySoon()
@@ -106,7 +120,7 @@ func (s *Server) attach(a netctl.Wire, file *os.File) error {
 	return nil
 }
 
-// reserve takes an id for a wire that is about to be attached.
+// reserve takes an id for a wire before it is attached.
 func (s *Server) reserve(id netctl.ID) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -123,7 +137,8 @@ func (s *Server) reserve(id netctl.ID) error {
 	return nil
 }
 
-// open makes both halves of a wire, and gives the sandbox what it inherits.
+// open makes both halves of a wire, and resets the connections that the sandbox has
+// inherited.
 func (s *Server) open(a netctl.Wire, rules egress.Rules, file *os.File) (_ *wire, err error) {
 	s.mu.Lock()
 	defaults := s.defaults
@@ -133,11 +148,11 @@ func (s *Server) open(a netctl.Wire, rules egress.Rules, file *os.File) (_ *wire
 			return nil, fmt.Errorf("%w: %v is in none of the networks of sandboxes, %v", netctl.ErrInvalid, addr, netctl.Inside)
 		}
 	}
-	w := &wire{id: a.ID, attached: time.Now(), paused: a.Paused, gone: make(chan struct{})}
+	w := &wire{id: a.ID, attached: time.Now(), paused: a.Paused, limits: a.Limits, gone: make(chan struct{})}
 	w.sandbox = s.gateway.NewSandbox(rules, inheritance(a.Lineage))
 	defer func() {
 		if err != nil {
-			w.sandbox.Close() // the gateway keeps those that are open
+			w.sandbox.Close() // otherwise the gateway would keep it
 		}
 	}()
 	fd, err := duplicate(file)
@@ -176,8 +191,8 @@ func inheritance(l netctl.Lineage) (out egress.Inheritance) {
 	return out
 }
 
-// duplicate is a descriptor of a file that belongs to nobody else. The file's mode, which
-// other processes share, stays as it is.
+// duplicate returns a new descriptor of a file. It does not change the file's mode,
+// which other processes share.
 func duplicate(f *os.File) (fd int, err error) {
 	raw, err := f.SyscallConn()
 	if err != nil {
@@ -188,7 +203,8 @@ func duplicate(f *os.File) (fd int, err error) {
 	return fd, errors.Join(err, dupErr)
 }
 
-// limits are those of a wire, or the defaults, or none: then the stack has its own.
+// limits are the limits of a wire, or else the defaults. If both are 0, the stack
+// uses its own.
 func limits(own, defaults netctl.Limits) stack.Limits {
 	pick := func(v, otherwise int) int {
 		if v == 0 {
@@ -200,7 +216,7 @@ func limits(own, defaults netctl.Limits) stack.Limits {
 		if v == 0 {
 			v = otherwise
 		}
-		return int64(v) // a message carries none that does not fit
+		return int64(v) // messages carry only values that fit
 	}
 	return stack.Limits{
 		Connections: pick(own.Connections, defaults.Connections), Opening: pick(own.Opening, defaults.Opening),
@@ -210,7 +226,8 @@ func limits(own, defaults netctl.Limits) stack.Limits {
 	}
 }
 
-// parseRoots reads CA certificates; none at all is nil, by which nobody is verified.
+// parseRoots reads CA certificates. Without any it returns nil, with which every
+// server fails verification.
 func parseRoots(text []byte) (*x509.CertPool, error) {
 	if len(text) == 0 {
 		return nil, nil
@@ -234,7 +251,7 @@ func parseRules(r netctl.Rules) (egress.Rules, error) {
 	return rules, nil
 }
 
-// find is a wire that is attached.
+// find returns an attached wire.
 func (s *Server) find(id netctl.ID) (*wire, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -244,7 +261,7 @@ func (s *Server) find(id netctl.ID) (*wire, error) {
 	return nil, fmt.Errorf("%w: %s", netctl.ErrNotFound, id)
 }
 
-// all are the wires that are attached, in the order of their ids.
+// all returns the attached wires in the order of their ids.
 func (s *Server) all() (out []*wire) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -294,7 +311,8 @@ func (s *Server) ofWire(kind netctl.Kind, id netctl.ID) (netctl.Result, error) {
 	return nil, nil
 }
 
-// mark makes a mark, in place of the oldest if there are many; the caller holds w.mu.
+// mark makes a mark. If there are many, it replaces the oldest. The caller holds
+// w.mu.
 func (w *wire) mark() uint64 {
 	if len(w.marks) >= maxMarks {
 		oldest := slices.Min(slices.Collect(maps.Keys(w.marks)))
@@ -309,7 +327,8 @@ func (w *wire) mark() uint64 {
 	return w.lastMark
 }
 
-// collect tells what a copy of the sandbox that was made since a mark inherits.
+// collect returns the connections that a copy of the sandbox made since a mark
+// inherits.
 func (s *Server) collect(id netctl.ID, mark uint64) (netctl.Result, error) {
 	w, err := s.find(id)
 	if err != nil {
@@ -337,7 +356,7 @@ func (s *Server) collect(id netctl.ID, mark uint64) (netctl.Result, error) {
 	return &l, nil
 }
 
-// detach ends a wire. Its drops stay counted.
+// detach ends a wire. Its drops still count.
 func (s *Server) detach(id netctl.ID) error {
 	s.mu.Lock()
 	w := s.wires[id]

@@ -17,8 +17,8 @@ import (
 	"golang.org/x/net/dns/dnsmessage"
 )
 
-// TestLastWords: what a server sends unasked, which may be an echo of a credential, is not in
-// the file of netd's last words.
+// TestLastWords: unsolicited bytes of a server, which may echo a credential, are not
+// in the file of netd's last words.
 func TestLastWords(t *testing.T) {
 	const echoed = "sk-live-0123456789"
 	cfg, _ := config(t)
@@ -69,15 +69,15 @@ func TestLastWords(t *testing.T) {
 	}
 	_ = r.Body.Close()
 	close(answered)
-	<-givenUp // by netd, which has said all that it says then
+	<-givenUp // netd has given up, and would have logged by now
 	said, err := os.ReadFile(filepath.Join(cfg.Folder, "stderr"))
 	if err != nil || strings.Contains(string(said), echoed) {
 		t.Errorf("its last words: %q, %v", said, err)
 	}
 }
 
-// TestWildcardsAreInherited: a fork's wire begins with what the source has asked for below
-// wildcards.
+// TestWildcardsAreInherited: a fork's wire starts with the counts of the names that
+// the source has asked for below wildcards.
 func TestWildcardsAreInherited(t *testing.T) {
 	path, _ := here(t, time.Minute)
 	c := dial(t, path)
@@ -85,7 +85,7 @@ func TestWildcardsAreInherited(t *testing.T) {
 	if err := c.Attach(t.Context(), wireOf("w", rules("*.example.org:443")), g.Wire()); err != nil {
 		t.Fatal(err)
 	}
-	for i := range 3 { // no upstream answers, and that is no matter
+	for i := range 3 { // no upstream answers, which does not matter here
 		if _, err := ask(t, g, fmt.Sprintf("n%d.example.org.", i)); err != nil {
 			t.Fatal(err)
 		}

@@ -1,15 +1,15 @@
-// Package netproc starts netds, finds those again that an earlier daemon has started,
-// and sweeps what they leave. It is the daemon's side: of the network itself it has
-// nothing.
+// Package netproc starts netds, finds netds again that an earlier daemon has started,
+// and sweeps the remains of ended ones. It is the daemon's side, and handles no
+// traffic.
 //
-// A netd is found by the folder of its namespace:
+// A netd is found through the folder of its namespace:
 //
 //	control       the socket that it listens on
 //	process.json  written when it was started: which process it is
 //	stderr        the last words of the one that runs, or ran last
 //
-// A netd begins without a record of it. If the daemon is killed before it has written
-// one, nobody ever connects to that netd, and it ends by itself (package netd).
+// A netd is started before its record is written. If the daemon is killed in between,
+// no daemon ever connects to that netd, and it ends by itself (package netd).
 package netproc
 
 import (
@@ -31,24 +31,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrNone says that no netd runs in a folder.
+// ErrNone says that the folder has no running netd.
 var ErrNone = errors.New("no netd runs here")
 
-// Config says where a netd lives, and within which bounds.
+// Config says where a netd has its folder, and which limits it has.
 type Config struct {
-	// Folder is that of the namespace. Only root, or the user who starts netds, may
-	// reach it: Start makes it so.
+	// Folder is the folder of the namespace. Start restricts it to root, or to the
+	// user who starts netds.
 	Folder string
-	// Jail is one of kind jail.Netd. All namespaces may share it.
+	// Jail is a jail of kind jail.Netd. All namespaces may share it.
 	Jail *jail.Jail
-	// Limits are those of the process; those that are 0 are DefaultLimits.
+	// Limits are the limits of the process. A limit that is 0 is replaced by that of
+	// DefaultLimits.
 	Limits jail.Limits
 }
 
-// DefaultLimits let a netd serve hundreds of busy sandboxes.
+// DefaultLimits allow a netd to serve hundreds of busy sandboxes.
 var DefaultLimits = jail.Limits{Memory: 1 << 30, MilliCPUs: 4000, Threads: 128}
 
-// NewJail makes the jail of netds: cfg says what is different from the defaults.
+// NewJail makes the jail of netds. cfg overrides the defaults.
 func NewJail(cfg jail.Config) (*jail.Jail, error) {
 	if cfg.Program == "" {
 		program, err := assets.Path(assets.Netd)
@@ -79,10 +80,11 @@ func (c Config) limits() jail.Limits {
 	return l
 }
 
-// record is what process.json holds.
+// record is the content of process.json.
 type record struct {
 	Process procid.ID `json:"process"`
-	// BootID is the host's: process ids are good until it restarts.
+	// BootID is the id of the host's boot, since process ids are valid until the host
+	// restarts.
 	BootID string `json:"boot_id"`
 }
 
@@ -91,18 +93,18 @@ type Process struct {
 	cfg    Config
 	id     procid.ID
 	handle *procid.Handle
-	child  *os.Process // nil if somebody else has started it
+	child  *os.Process // nil if another process has started it
 	cell   *jail.Cell
 
-	done chan struct{} // closed when the rest is set
-	end  error         // why it is gone
+	done chan struct{} // closed once end is set
+	end  error         // why the process ended
 
-	mu   sync.Mutex // protects the following
+	mu   sync.Mutex // protects all following fields
 	left bool       // Leave was called
 	over bool       // the process has ended, and its cell is free
 }
 
-// Start starts the netd of a folder in which none runs.
+// Start starts the netd of a folder that has no running one.
 func Start(ctx context.Context, cfg Config) (_ *Process, err error) {
 	fail := func(err error) (*Process, error) {
 		return nil, fmt.Errorf("start the netd in %s: %w", cfg.Folder, err)
@@ -115,8 +117,8 @@ func Start(ctx context.Context, cfg Config) (_ *Process, err error) {
 	if err := os.MkdirAll(cfg.Folder, 0o700); err != nil {
 		return fail(err)
 	}
-	// What is left of an earlier one. Without its socket nobody reaches a netd that
-	// no record names.
+	// Remove the remains of an earlier netd. Without its socket, a netd that no
+	// record names is unreachable.
 	for _, path := range []string{cfg.record(), cfg.control()} {
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fail(err)
@@ -147,7 +149,7 @@ func Start(ctx context.Context, cfg Config) (_ *Process, err error) {
 	return p, nil
 }
 
-// hold gets hold of a child that was just started, and writes down which it is.
+// hold opens a handle of a child that was just started, and records its process.
 func (p *Process) hold() (err error) {
 	if p.id, err = procid.Of(p.child.Pid); err != nil {
 		return err
@@ -158,7 +160,7 @@ func (p *Process) hold() (err error) {
 	return p.cfg.write(p.id)
 }
 
-// discard ends a child that nobody has got hold of.
+// discard ends a child without a handle.
 func (p *Process) discard() error {
 	err := p.child.Kill()
 	_, waitErr := p.child.Wait()
@@ -169,14 +171,14 @@ func (p *Process) discard() error {
 	return errors.Join(err, waitErr, releaseErr)
 }
 
-// answers finds out that the process serves. Who connects first also tells it that it
-// is known.
+// answers checks that the process serves. The first connection also tells the process
+// that a daemon knows of it.
 func (p *Process) answers(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	go func() {
 		select {
-		case <-p.done: // nobody will accept
+		case <-p.done: // the process will never accept
 			cancel()
 		case <-ctx.Done():
 		}
@@ -200,14 +202,15 @@ func (c Config) write(id procid.ID) error {
 	if err != nil {
 		return err
 	}
-	// A crash of the host ends the netd: nothing has to be durable.
+	// A crash of the host ends the netd, so the record need not be durable.
 	if err := durable.ReplaceVolatile(c.record(), append(b, '\n'), 0o600); err != nil {
 		return fmt.Errorf("write down the process of netd: %w", err)
 	}
 	return nil
 }
 
-// Find gets hold of the netd that runs in a folder. The error is ErrNone if none does.
+// Find opens the netd that runs in a folder. If no netd runs there, the error is
+// ErrNone.
 func Find(cfg Config) (*Process, error) {
 	fail := func(err error) (*Process, error) {
 		return nil, fmt.Errorf("find the netd in %s: %w", cfg.Folder, err)
@@ -247,7 +250,7 @@ func Find(cfg Config) (*Process, error) {
 	return p, nil
 }
 
-// watch waits for the end of the process, and frees what it has occupied.
+// watch waits for the end of the process, and frees its resources.
 func (p *Process) watch() {
 	defer close(p.done)
 	err := p.handle.Wait()
@@ -290,11 +293,11 @@ func (p *Process) reap() string {
 	return how
 }
 
-// maxWords bounds what of a netd's last words goes into an error.
+// maxWords bounds how much of a netd's last words is quoted in an error.
 const maxWords = 2 << 10
 
-// lastWords are the beginning of a stack trace, in which the reason is, or the end of
-// what was logged.
+// lastWords returns the beginning of a stack trace, which contains the reason, or
+// else the end of the log.
 func (p *Process) lastWords() string {
 	b, err := os.ReadFile(p.cfg.stderr()) // netd cannot write more than 1 MiB
 	if err != nil {
@@ -317,11 +320,11 @@ func (p *Process) Dial(ctx context.Context) (*netctl.Client, error) {
 	return netctl.Dial(ctx, p.cfg.control())
 }
 
-// Done is closed when the process has ended and its user id and cgroup are free, or
-// when it was left.
+// Done is closed when the process has ended and its user id and cgroup are free. It
+// is also closed by Leave.
 func (p *Process) Done() <-chan struct{} { return p.done }
 
-// Ended says how the process has ended; nil if it has not.
+// Ended says how the process has ended; nil while it runs.
 func (p *Process) Ended() error {
 	select {
 	case <-p.done:
@@ -331,8 +334,8 @@ func (p *Process) Ended() error {
 	}
 }
 
-// Kill ends the process at once, and waits until nothing of it is left. One that has
-// ended is fine.
+// Kill ends the process at once, and waits until its resources are free. A process
+// that has ended is no error.
 func (p *Process) Kill(ctx context.Context) error {
 	p.handle.Kill()
 	select {
@@ -343,7 +346,7 @@ func (p *Process) Kill(ctx context.Context) error {
 	}
 }
 
-// Leave lets go of the process, which goes on, as if this daemon had ended.
+// Leave releases the process, which runs on, as if this daemon had ended.
 func (p *Process) Leave() error {
 	p.mu.Lock()
 	if p.over || p.left {
@@ -366,7 +369,7 @@ func Remove(ctx context.Context, cfg Config) error {
 	if err == nil {
 		err = p.Kill(ctx)
 	} else if errors.Is(err, ErrNone) {
-		err = cfg.Jail.Sweep() // of one that has ended while nobody watched
+		err = cfg.Jail.Sweep() // frees a netd that has ended while no daemon was watching
 	}
 	if err == nil {
 		err = os.RemoveAll(cfg.Folder)

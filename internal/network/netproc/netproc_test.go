@@ -21,8 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// config is that of a netd in a jail of its own; program is another one than netd, if
-// it is not empty.
+// config is the configuration of a netd in a jail of its own. program replaces netd
+// unless it is empty.
 func config(t *testing.T, program string) (Config, jail.Config) {
 	t.Helper()
 	jc := jail.Config{Program: program, Folder: t.TempDir(), Cgroup: jailtest.Cgroup(t)}
@@ -47,7 +47,8 @@ func taken(t *testing.T, jc jail.Config) int {
 	return len(entries)
 }
 
-// TestStartsAndEnds: one netd of a folder, found while it runs, and what it leaves.
+// TestStartsAndEnds: a folder has one netd, which is found while it runs, and frees
+// its resources.
 func TestStartsAndEnds(t *testing.T) {
 	cfg, jc := config(t, "")
 	if _, err := Find(cfg); !errors.Is(err, ErrNone) {
@@ -67,7 +68,7 @@ func TestStartsAndEnds(t *testing.T) {
 	if err := found.Leave(); err != nil {
 		t.Error(err)
 	}
-	if err := found.Leave(); err != nil { // again
+	if err := found.Leave(); err != nil { // a second time
 		t.Error(err)
 	}
 	if p.Ended() != nil {
@@ -82,10 +83,10 @@ func TestStartsAndEnds(t *testing.T) {
 	if n := taken(t, jc); n != 0 {
 		t.Errorf("%d user ids are taken", n)
 	}
-	if err := errors.Join(p.Kill(t.Context()), p.Leave()); err != nil { // of one that has ended
+	if err := errors.Join(p.Kill(t.Context()), p.Leave()); err != nil { // the process has ended already
 		t.Error(err)
 	}
-	// Its socket and record are still there, and in nobody's way.
+	// Its socket and record still exist, and do no harm.
 	again, err := Start(t.Context(), cfg)
 	if err != nil {
 		t.Fatal(err)
@@ -97,19 +98,19 @@ func TestStartsAndEnds(t *testing.T) {
 	if n := taken(t, jc); n != 0 {
 		t.Errorf("%d user ids are taken", n)
 	}
-	if err := Remove(t.Context(), cfg); err != nil { // of what is gone
+	if err := Remove(t.Context(), cfg); err != nil { // the netd is gone already
 		t.Error(err)
 	}
 }
 
 // TestFailsToStart: a program that ends at once is reported with its last words, and
-// leaves nothing.
+// leaves nothing behind.
 func TestFailsToStart(t *testing.T) {
 	folder, err := assets.Folder()
 	if err != nil {
 		t.Fatal(err)
 	}
-	cfg, jc := config(t, filepath.Join(folder, "escapee")) // which wants another socket
+	cfg, jc := config(t, filepath.Join(folder, "escapee")) // this program expects another socket
 	if _, err := Start(t.Context(), cfg); err == nil || !strings.Contains(err.Error(), "read an order") || !strings.Contains(err.Error(), "exit status 1") {
 		t.Errorf("a program that ends at once: %v", err)
 	}
@@ -125,8 +126,8 @@ func TestFailsToStart(t *testing.T) {
 	}
 }
 
-// TestRecords: processes of an earlier boot, those that are gone and other processes with
-// their numbers are not taken for a netd.
+// TestRecords: a process of an earlier boot, a process that has ended and another
+// process with the same number are not mistaken for a netd.
 func TestRecords(t *testing.T) {
 	cfg, _ := config(t, "")
 	if err := os.MkdirAll(cfg.Folder, 0o700); err != nil {
@@ -164,8 +165,8 @@ func TestRecords(t *testing.T) {
 	}
 }
 
-// TestNotWrittenDown: a netd that was started by a daemon that died before it wrote that
-// down is not found, and nobody connects to it any more.
+// TestNotWrittenDown: if a daemon dies after it has started a netd and before it has
+// written the record, the netd is not found, and no daemon connects to it any more.
 func TestNotWrittenDown(t *testing.T) {
 	cfg, jc := config(t, "")
 	p, err := Start(t.Context(), cfg)
@@ -186,7 +187,7 @@ func TestNotWrittenDown(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// This one has told its own number, which only a test believes.
+	// The netd has reported its own process id, which only a test believes.
 	if w := c.Welcome(); int(w.PID) != next.PID() || w.Protocol != netctl.Protocol {
 		t.Errorf("process %d answers, not %d", w.PID, next.PID())
 	}
@@ -196,7 +197,7 @@ func TestNotWrittenDown(t *testing.T) {
 	if err := next.Kill(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	// The first one ends when its patience does; here it is helped.
+	// The first netd ends when its patience runs out; the test ends it earlier.
 	if err := unix.Kill(p.PID(), unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
@@ -211,7 +212,7 @@ func TestNotWrittenDown(t *testing.T) {
 	}
 }
 
-// TestLastWords: of a trace the beginning is told, of a log the end.
+// TestLastWords: of a trace the beginning is returned, and of a log the end.
 func TestLastWords(t *testing.T) {
 	p := &Process{cfg: Config{Folder: t.TempDir()}}
 	if words := p.lastWords(); words != "" {
@@ -235,8 +236,9 @@ func TestLastWords(t *testing.T) {
 	}
 }
 
-// TestRuntime checks how a netd's runtime is set up: its monitor sleeps long, and it leaves
-// half of the processors to those at the other ends of its connections.
+// TestRuntime checks the settings of a netd's runtime: its monitor sleeps long, and
+// it leaves half of the processors to the processes at the other ends of its
+// connections.
 func TestRuntime(t *testing.T) {
 	cfg, _ := config(t, "")
 	p, err := Start(t.Context(), cfg)
@@ -248,7 +250,7 @@ func TestRuntime(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	c, err := p.Dial(t.Context()) // it has been set up when it answers
+	c, err := p.Dial(t.Context()) // once it answers, the settings are made
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -8,7 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// NoDescriptors keeps the test's process from having further descriptors, until restore is
+// NoDescriptors lets the test's process open no further descriptors, until restore is
 // called or the test ends.
 func NoDescriptors(t testing.TB) (restore func()) {
 	t.Helper()
@@ -16,7 +16,7 @@ func NoDescriptors(t testing.TB) (restore func()) {
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
 		t.Fatal(err)
 	}
-	free, err := unix.FcntlInt(os.Stderr.Fd(), unix.F_DUPFD_CLOEXEC, 0) // the lowest
+	free, err := unix.FcntlInt(os.Stderr.Fd(), unix.F_DUPFD_CLOEXEC, 0) // the lowest free descriptor
 	if err == nil {
 		err = unix.Close(free)
 	}

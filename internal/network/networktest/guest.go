@@ -23,7 +23,7 @@ import (
 	"agentrun.dev/internal/network/wire"
 )
 
-// What the interface of every sandbox has.
+// Addresses of the interface of every sandbox.
 var (
 	MAC        = [6]byte{0x02, 0xa9, 0xe7, 0, 0, 2}
 	GatewayMAC = [6]byte{0x02, 0xa9, 0xe7, 0, 0, 1}
@@ -33,14 +33,15 @@ var (
 	Gateway6   = netip.MustParseAddr("fd00:a9e7::1")
 )
 
-// MTU is that of the interface.
+// MTU is the MTU of that interface.
 const MTU = 1500
 
-// sendBuffer is that of a wire's ends.
+// sendBuffer is the size of the send buffer of each end of a wire.
 const sendBuffer = 4 << 20
 
-// Guest is a Linux kernel at the guest's end of a wire: a network namespace with a tap
-// whose frames are pumped to the wire, with checksum and segmentation offloads.
+// Guest is a Linux kernel at the guest's end of a wire. It is a network namespace
+// with a tap, whose frames are copied to the wire and back, with checksum and
+// segmentation offloads.
 type Guest struct {
 	ns   *os.File
 	tap  *os.File
@@ -81,7 +82,7 @@ func NewWire(t testing.TB) (near, far *os.File) {
 		if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, sendBuffer) == nil {
 			continue
 		}
-		// Who is not root gets as much as the host allows.
+		// A user other than root gets as much as the host allows.
 		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, sendBuffer); err != nil {
 			t.Fatal(err)
 		}
@@ -89,10 +90,11 @@ func NewWire(t testing.TB) (near, far *os.File) {
 	return near, far
 }
 
-// Wire is the host's end of the wire. It stays the guest's.
+// Wire is the host's end of the wire. The guest owns it.
 func (g *Guest) Wire() *os.File { return g.far }
 
-// Connect gives the guest a new wire, after Disconnect. The old one's frames are lost.
+// Connect gives the guest a new wire after Disconnect. Frames on the old wire are
+// lost.
 func (g *Guest) Connect(t testing.TB) {
 	t.Helper()
 	g.near, g.far = NewWire(t)
@@ -105,7 +107,7 @@ func (g *Guest) Disconnect() {
 	g.Pause()
 }
 
-// Pause ends the pump, as when the sandbox is paused: the wire fills up.
+// Pause stops the pump, as a pause of the sandbox would: the wire fills up.
 func (g *Guest) Pause() {
 	for _, f := range []*os.File{g.near, g.tap} {
 		_ = f.SetDeadline(time.Unix(1, 0)) // a closed file needs none
@@ -132,7 +134,7 @@ func pump(to, from *os.File) {
 			return
 		}
 		if err != nil {
-			continue // the other end is somebody's to bring back
+			continue // the other end is gone, and may come back
 		}
 		if _, err := to.Write(b[:n]); over(err) {
 			return
@@ -144,7 +146,7 @@ func over(err error) bool {
 	return errors.Is(err, os.ErrClosed) || errors.Is(err, os.ErrDeadlineExceeded)
 }
 
-// Run runs f on a thread in the guest. Sockets that it makes are the guest's.
+// Run runs f on a thread in the guest. Sockets made by f belong to the guest.
 func (g *Guest) Run(f func() error) error {
 	return onThread(func() error {
 		if err := unix.Setns(int(g.ns.Fd()), unix.CLONE_NEWNET); err != nil {
@@ -154,17 +156,17 @@ func (g *Guest) Run(f func() error) error {
 	})
 }
 
-// Dial connects from inside of the guest.
+// Dial connects from inside the guest.
 func (g *Guest) Dial(ctx context.Context, network, address string) (c net.Conn, err error) {
 	err = g.Run(func() (err error) {
-		// Without a second address there is no goroutine that would dial on another thread.
+		// Without a fallback address, no goroutine dials on another thread.
 		c, err = (&net.Dialer{FallbackDelay: -1}).DialContext(ctx, network, address)
 		return err
 	})
 	return c, err
 }
 
-// onThread runs f on a thread that nobody uses afterwards.
+// onThread runs f on a thread that is not reused afterwards.
 func onThread(f func() error) error {
 	result := make(chan error)
 	go func() {
@@ -174,7 +176,7 @@ func onThread(f func() error) error {
 	return <-result
 }
 
-// make makes the namespace, which the calling thread is then in.
+// make makes the namespace. The calling thread is in it afterwards.
 func (g *Guest) make() error {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		return fmt.Errorf("unshare: %w", err)
@@ -202,7 +204,8 @@ func (g *Guest) make() error {
 	if err := unix.IoctlSetPointerInt(fd, unix.TUNSETVNETHDRSZ, wire.HeaderLen); err != nil {
 		return fmt.Errorf("TUNSETVNETHDRSZ: %w", err)
 	}
-	// Only now: the runtime cannot wait for a file that is no interface yet.
+	// The file is made only now, because the runtime cannot wait for a tap without an
+	// interface.
 	g.tap = os.NewFile(uintptr(fd), "tap")
 	for _, name := range []string{"accept_dad", "dad_transmits"} {
 		if err := os.WriteFile("/proc/sys/net/ipv6/conf/eth0/"+name, []byte("0"), 0); err != nil {
@@ -212,7 +215,7 @@ func (g *Guest) make() error {
 	return configure()
 }
 
-// configure gives the interface of the calling thread's namespace its addresses.
+// configure gives the interface in the calling thread's namespace its addresses.
 func configure() error {
 	s, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -254,7 +257,7 @@ func configure() error {
 	return route(s, s6, index)
 }
 
-// route makes the gateway lead everywhere.
+// route adds default routes through the gateway.
 func route(s, s6 int, index uint32) error {
 	// struct rtentry: a default route by way of the gateway.
 	var four [120]byte
@@ -285,12 +288,13 @@ func route(s, s6 int, index uint32) error {
 	return waitForAddresses()
 }
 
-// waitForAddresses waits until the calling thread's namespace uses its IPv6 addresses.
-// It does a moment after it got them, and has other sources for packets until then.
+// waitForAddresses waits until the calling thread's namespace uses its IPv6
+// addresses. That takes a moment after they are set. Until then the kernel chooses
+// other source addresses.
 func waitForAddresses() error {
 	const tentative = 0x40
 	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(time.Millisecond) {
-		// /proc/net is that of the process's first thread.
+		// /proc/net is the namespace of the process's first thread.
 		b, err := os.ReadFile("/proc/thread-self/net/if_inet6")
 		if err != nil {
 			return err
@@ -312,7 +316,7 @@ func waitForAddresses() error {
 	}
 }
 
-// ioctl passes a pointer to a structure that is as large as the kernel takes it for.
+// ioctl passes a pointer to a structure of the size that the request implies.
 func ioctl(fd int, request uint, p unsafe.Pointer) error {
 	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), uintptr(request), uintptr(p)); errno != 0 {
 		return fmt.Errorf("ioctl %#x: %w", request, errno)

@@ -15,12 +15,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// inside is set in the environment of a test that runs in a network of its own.
+// inside is an environment variable that is set in a test that runs in a network of
+// its own.
 const inside = "AGENTRUN_TEST_NETWORK"
 
-// Main is for TestMain: it runs the tests in a network namespace that has nothing but a
-// loopback, with these addresses besides its own. What the tests take for the host's
-// network, and all processes that they start, are in there.
+// Main is for TestMain. It runs the tests in a network namespace that has only a
+// loopback, with these addresses besides its own. The tests treat that namespace as
+// the host's network, and all processes that they start are in it.
 func Main(m *testing.M, addresses ...netip.Addr) {
 	if os.Getenv(inside) == "" {
 		os.Exit(again())
@@ -34,8 +35,8 @@ func Main(m *testing.M, addresses ...netip.Addr) {
 
 // again runs this program in a new network namespace.
 func again() int {
-	runtime.LockOSThread()                                             // with this thread the tests would end
-	cmd := exec.CommandContext(context.Background(), "/proc/self/exe") // with its own arguments
+	runtime.LockOSThread()                                             // the tests would end with this thread
+	cmd := exec.CommandContext(context.Background(), "/proc/self/exe") // with the same arguments
 	cmd.Args = os.Args
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	cmd.Env = append(os.Environ(), inside+"=1")
@@ -52,7 +53,7 @@ func again() int {
 	return 0
 }
 
-// bringUp starts the loopback, and gives it addresses of IPv4.
+// bringUp starts the loopback, and gives it IPv4 addresses.
 func bringUp(addresses []netip.Addr) error {
 	s, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -68,7 +69,7 @@ func bringUp(addresses []netip.Addr) error {
 		return fmt.Errorf("start the loopback: %w", err)
 	}
 	for i, a := range addresses {
-		// An alias of the interface has an address of its own (netdevice(7)).
+		// An alias of the interface has its own address (netdevice(7)).
 		r := [40]byte{}
 		copy(r[:], fmt.Sprintf("lo:%d", i+1))
 		r[16] = unix.AF_INET

@@ -9,12 +9,12 @@ import (
 	"github.com/vishvananda/netlink"
 )
 
-// KnowGateway gives the guest's kernel permanent neighbour entries for the gateway, so
-// that it never asks for the gateway's MAC. Tests with hundreds of guests need it: all
-// network namespaces of a machine share one neighbour table per protocol, which holds
-// 1024 entries that are not permanent (arp(7), gc_thresh3). While the table is full, the
-// kernel silently drops the packets of a guest that has no entry, for as long as the
-// other guests' entries are fresh.
+// KnowGateway gives the guest's kernel permanent neighbour entries for the gateway.
+// The kernel then never asks for the gateway's MAC. Tests with hundreds of guests
+// need it: all network namespaces of a machine share one neighbour table per
+// protocol, which holds 1024 entries that are not permanent (arp(7), gc_thresh3).
+// While the table is full, the kernel silently drops the packets of a guest that has
+// no entry, for as long as the other guests' entries are fresh.
 func (g *Guest) KnowGateway(t testing.TB) {
 	t.Helper()
 	err := g.Run(func() error {

@@ -12,8 +12,8 @@ import (
 	"agentrun.dev/internal/network/wire"
 )
 
-// TestKnowGateway: a guest that knows its gateway sends a packet without an answer to the
-// question for the gateway's MAC. Nobody answers here.
+// TestKnowGateway: a guest that knows its gateway sends a packet before its question
+// for the gateway's MAC is answered. No answer comes here.
 func TestKnowGateway(t *testing.T) {
 	for network, to := range map[string]string{"udp4": "198.51.100.7:9", "udp6": "[2001:db8::7]:9"} {
 		t.Run(network, func(t *testing.T) {

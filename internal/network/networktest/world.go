@@ -15,12 +15,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// World is a network behind that of the host: a namespace with an address that is not
-// the host's own. It needs Main.
+// World is a network behind the host's network: a namespace with an address that is
+// not one of the host's. It needs Main.
 type World struct{ ns *os.File }
 
-// NewWorld makes a world with one address, to which the host has a route. It ends with
-// the test; there is one at a time.
+// NewWorld makes a world with one address, to which the host has a route. The world
+// ends with the test. Only one can exist at a time.
 func NewWorld(t testing.TB, address netip.Addr) *World {
 	t.Helper()
 	if os.Getenv(inside) == "" {
@@ -42,7 +42,8 @@ func NewWorld(t testing.TB, address netip.Addr) *World {
 	const host, far = "169.254.77.1/30", "169.254.77.2"
 	const hostMAC, farMAC = "02:00:00:00:77:01", "02:00:00:00:77:02"
 	ip(t, "link add world address "+hostMAC+" type veth peer name eth0 address "+farMAC)
-	// The namespace lives as long as sockets in it, and the next world is to have the names.
+	// The namespace lives as long as its sockets, and the next world needs the same
+	// names.
 	t.Cleanup(func() { ip(t, "link del world") })
 	ip(t, "link set eth0 netns "+path)
 	ip(t, "addr add "+host+" dev world")
@@ -64,11 +65,11 @@ func NewWorld(t testing.TB, address netip.Addr) *World {
 	return w
 }
 
-// patience is for a busy machine to switch interfaces on.
+// patience is enough for a busy machine to bring interfaces up.
 const patience = 2 * time.Minute
 
-// await returns when the host reaches an address where nobody listens: it refuses. The
-// kernel switches interfaces on in the background.
+// await returns once the host can reach an address. No program listens there, so the
+// address refuses. The kernel brings interfaces up in the background.
 func await(address netip.Addr) error {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
@@ -93,7 +94,7 @@ func ip(t testing.TB, args string) {
 	}
 }
 
-// Run runs f on a thread in the world. Sockets that it makes are the world's.
+// Run runs f on a thread in the world. Sockets made by f belong to the world.
 func (w *World) Run(f func() error) error {
 	return onThread(func() error {
 		if err := unix.Setns(int(w.ns.Fd()), unix.CLONE_NEWNET); err != nil {

@@ -8,7 +8,7 @@ import (
 	"agentrun.dev/internal/network/addresses"
 )
 
-// Decision says whether something is allowed, and why, for the log.
+// Decision says whether a connection or a name is allowed, and why, for the log.
 type Decision struct {
 	Allowed bool
 	Kind    Kind
@@ -18,7 +18,7 @@ type Decision struct {
 	Reason string
 }
 
-// best is the rule that decides, of those that match.
+// best returns the rule that decides, among the matching ones.
 func (p Policy) best(match func(r Rule, allows bool) bool) (best Rule, allows, found bool) {
 	look := func(rules []Rule, allowing bool) {
 		for _, r := range rules {
@@ -27,12 +27,12 @@ func (p Policy) best(match func(r Rule, allows bool) bool) (best Rule, allows, f
 			}
 		}
 	}
-	look(p.Deny, false) // first, so that at equal precision it stays
+	look(p.Deny, false) // deny comes first, so that it wins at equal precision
 	look(p.Allow, true)
 	return best, allows, found
 }
 
-// byRule is the decision of a rule about something.
+// byRule is the decision of a rule.
 func byRule(r Rule, allows bool, about string) Decision {
 	verb := "denies"
 	if allows {
@@ -41,7 +41,7 @@ func byRule(r Rule, allows bool, about string) Decision {
 	return Decision{Allowed: allows, Kind: r.Kind(), Rule: r.String(), Reason: fmt.Sprintf("%s %s %s", r, verb, about)}
 }
 
-// byDefault is the decision where no rule is about something.
+// byDefault is the decision of the default, where no rule matches.
 func (p Policy) byDefault(about string) Decision {
 	if p.Egress == AllowByDefault {
 		return Decision{Allowed: true, Kind: ByDefault, Rule: "egress: allow", Reason: "no rule is about " + about + ", and egress is allow"}
@@ -49,8 +49,8 @@ func (p Policy) byDefault(about string) Decision {
 	return Decision{Kind: ByDefault, Rule: "egress: deny", Reason: "no rule is about " + about + ", and egress is deny"}
 }
 
-// Name decides by the rules by name alone whether a host of that name may be
-// spoken to.
+// Name decides, by the rules by name alone, whether the sandbox may connect to a host
+// of that name.
 func (p Policy) Name(n Name, proto Protocol, port uint16) Decision {
 	about := fmt.Sprintf("%s port %d of %s", proto, port, n)
 	if port == 0 {
@@ -63,7 +63,7 @@ func (p Policy) Name(n Name, proto Protocol, port uint16) Decision {
 	return byRule(r, allows, about)
 }
 
-// address is the rule by address that decides, if one does.
+// address returns the deciding rule by address, if one matches.
 func (p Policy) address(a netip.Addr, proto Protocol, port uint16) (best Rule, allows, found bool) {
 	inner := addresses.Embedded(a)
 	return p.best(func(r Rule, allows bool) bool {
@@ -74,17 +74,18 @@ func (p Policy) address(a netip.Addr, proto Protocol, port uint16) (best Rule, a
 	})
 }
 
-// Query is a connection that a sandbox wants.
+// Query is a connection that a sandbox asks for.
 type Query struct {
 	Protocol Protocol
-	// To is what addresses.Guard.Check says of the address.
+	// To is the verdict of addresses.Guard.Check on the address.
 	To   addresses.Verdict
 	Port uint16
-	// Names are pinned to the address: the sandbox has got the address for them.
+	// Names are pinned to the address: the sandbox got the address as an answer for
+	// each of them.
 	Names []Pinned
 }
 
-// Pinned is a name for which a sandbox has got an address.
+// Pinned is a name for which a sandbox got an address.
 type Pinned struct {
 	Name Name
 	// Internal says that an upstream of internalDomains has given the address.
@@ -95,7 +96,7 @@ func (q Query) String() string {
 	return fmt.Sprintf("%s to %s", q.Protocol, netip.AddrPortFrom(q.To.Addr, q.Port))
 }
 
-// basis is what a policy has allowed a connection for.
+// basis is the reason for which a policy has allowed a connection.
 type basis uint8
 
 const (
@@ -105,8 +106,8 @@ const (
 	byDefault       // it is for all names but those that rules deny
 )
 
-// connect decides about a connection by one policy. names are those of the pinned
-// names that the policy lets the connection be for.
+// connect decides about a connection by one policy. names are the pinned names that
+// the connection may be for.
 func (p Policy) connect(q Query) (d Decision, on basis, names []Name) {
 	r, allows, found := p.address(q.To.Addr, q.Protocol, q.Port)
 	if found && !allows {
@@ -120,7 +121,7 @@ func (p Policy) connect(q Query) (d Decision, on basis, names []Name) {
 		return byRule(r, true, q.String()), byAddress, allNames(q.Names)
 	}
 	var denied Decision
-	byRules := false // whether a rule, and not the default, allows one of the names
+	byRules := false // whether a rule, and not the default, allows at least one of the names
 	for _, n := range q.Names {
 		is := p.Name(n.Name, q.Protocol, q.Port)
 		if !is.Allowed {

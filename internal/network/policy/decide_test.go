@@ -41,7 +41,7 @@ func TestName(t *testing.T) {
 		{"deny", "*.a.example", "", "d.c.b.a.example", TCP, 443, true, "*.a.example"},
 		{"deny", "*.a.example", "", "ba.example", TCP, 443, false, "egress: deny"},
 		{"deny", "*.a.example", "", "xa.example", TCP, 443, false, "egress: deny"},
-		// The more precise wins, whichever way it decides.
+		// The more precise rule wins, whether it allows or denies.
 		{"deny", "*.a.example", "b.a.example", "b.a.example", TCP, 443, false, "b.a.example"},
 		{"deny", "*.a.example", "b.a.example", "c.a.example", TCP, 443, true, "*.a.example"},
 		{"deny", "b.a.example", "*.a.example", "b.a.example", TCP, 443, true, "b.a.example"},
@@ -79,7 +79,7 @@ func (nobody) Owns(a netip.Addr) (bool, string, error) {
 
 var guard = addresses.NewGuard(nobody{}, []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")})
 
-// query is a connection to an address; a name that ends with ! is internal.
+// query is a connection to an address. A name that ends with ! is internal.
 func query(proto Protocol, to string, names ...string) Query {
 	a := netip.MustParseAddrPort(to)
 	q := Query{Protocol: proto, To: guard.Check(a.Addr()), Port: a.Port()}
@@ -98,8 +98,8 @@ func TestConnect(t *testing.T) {
 		to, names           string
 		allowed             bool
 		rule                string
-		needed              bool   // the connection must say one of these names
-		left                string // the names it may be for
+		needed              bool   // the connection must have one of these names
+		left                string // the names that it may be for
 	}{
 		// By name.
 		{"deny", "a.example:443", "", TCP, "1.1.1.1:443", "a.example", true, "a.example:443", true, "a.example"},
@@ -121,14 +121,15 @@ func TestConnect(t *testing.T) {
 		{"deny", "1.1.1.1", "1.1.1.0/24", TCP, "1.1.1.1:1", "", true, "1.1.1.1", false, ""},
 		{"deny", "1.1.1.0/24:443", "1.1.1.0/24", TCP, "1.1.1.1:443", "", true, "1.1.1.0/24:443", false, ""},
 		{"deny", "1.1.1.0/24", "1.1.1.0/24", TCP, "1.1.1.1:443", "", false, "1.1.1.0/24", false, ""},
-		// An address that is denied is denied for every name.
+		// A denied address is denied for every name.
 		{"deny", "a.example", "1.1.1.0/24", TCP, "1.1.1.1:443", "a.example", false, "1.1.1.0/24", false, ""},
 		{"deny", "a.example", "1.0.0.0/8", TCP, "1.1.1.1:443", "a.example", false, "1.0.0.0/8", false, ""},
 		{"deny", "a.example 1.1.1.1", "1.0.0.0/8", TCP, "1.1.1.1:443", "a.example", true, "1.1.1.1", false, "a.example"},
 		{"allow", "a.example", "1.0.0.0/8", TCP, "1.1.1.1:443", "a.example", false, "1.0.0.0/8", false, ""},
-		// An address that is allowed is allowed whatever it is called.
+		// An allowed address is allowed for every name.
 		{"deny", "1.1.1.1", "b.example", TCP, "1.1.1.1:443", "b.example", true, "1.1.1.1", false, "b.example"},
-		// A denied IPv4 address is denied within IPv6, too; an allowed one is not allowed.
+		// A denied IPv4 address is also denied within IPv6. An allowed one is not
+		// allowed within IPv6.
 		{"allow", "", "1.1.1.0/24", TCP, "[64:ff9b::1.1.1.1]:443", "", false, "1.1.1.0/24", false, ""},
 		{"allow", "", "1.1.1.0/24", TCP, "[64:ff9b::1.1.2.1]:443", "", true, "egress: allow", false, ""},
 		{"deny", "1.1.1.0/24", "", TCP, "[64:ff9b::1.1.1.1]:443", "", false, "egress: deny", false, ""},

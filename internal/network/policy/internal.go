@@ -16,9 +16,9 @@ const (
 	dnsPort            = 53
 )
 
-// InternalDomain is a domain that DNS servers of the administrator's own know. If a
-// rule by name allows a name in it, the private address that these servers give is
-// open.
+// InternalDomain is a domain that the administrator's own DNS servers serve. If a
+// rule by name allows a name in it, the private address that these servers give for
+// it is open.
 type InternalDomain struct {
 	// Domain is the domain itself; names below it belong to it.
 	Domain Name
@@ -26,10 +26,10 @@ type InternalDomain struct {
 	Upstreams []netip.AddrPort
 }
 
-// Holds says whether a name is the domain or below it.
+// Holds says whether a name is the domain itself or below it.
 func (d InternalDomain) Holds(n Name) bool { return n == d.Domain || n.Below(d.Domain) }
 
-// InternalDomains is a node's internal domains, sorted by name. In a configuration,
+// InternalDomains are a node's internal domains, sorted by name. In a configuration,
 // and in JSON, they are an object: {"svc.cluster.local": ["10.96.0.10"]}.
 type InternalDomains []InternalDomain
 
@@ -82,7 +82,7 @@ func ParseUpstream(text string) (netip.AddrPort, error) {
 	return netip.AddrPortFrom(addr, a.Port()), nil
 }
 
-// For is the domain that a name belongs to: the longest that holds it.
+// For returns the domain that a name belongs to: the longest domain that contains it.
 func (ds InternalDomains) For(n Name) (InternalDomain, bool) {
 	var best InternalDomain
 	for _, d := range ds {
@@ -104,7 +104,7 @@ func (ds InternalDomains) MarshalJSON() ([]byte, error) {
 	return json.Marshal(out)
 }
 
-// UnmarshalJSON reads what MarshalJSON writes.
+// UnmarshalJSON reads the output of MarshalJSON.
 func (ds *InternalDomains) UnmarshalJSON(b []byte) error {
 	var given map[string][]string
 	if err := json.Unmarshal(b, &given); err != nil {

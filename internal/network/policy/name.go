@@ -15,7 +15,7 @@ const (
 	maxLabel = 63
 )
 
-// ParseName reads a name. It refuses what programs might take for an address.
+// ParseName reads a name. It refuses names that programs might read as an address.
 func ParseName(text string) (Name, error) {
 	name := strings.TrimSuffix(text, ".")
 	if name == "" || len(name) > maxName {

@@ -1,11 +1,11 @@
-// Package policy decides what a sandbox may connect to. It parses rules once, into
-// types that cannot be malformed, and does no input or output: package egress asks
-// it, package dns asks it, the daemon stores what it has parsed.
+// Package policy decides which hosts a sandbox may connect to. It parses rules once,
+// into types that cannot be malformed, and does no input or output. Packages egress
+// and dns ask it for decisions, and the daemon stores the parsed policies.
 //
 // # Rules
 //
-// A rule is [tcp://|udp://]HOST[:PORT]. Without a port it holds for every port.
-// HOST is one of
+// A rule is [tcp://|udp://]HOST[:PORT]. Without a port it holds for every port. HOST
+// is one of
 //
 //   - a DNS name, such as api.example.org. Case and a trailing dot do not matter. An
 //     internationalized name is written in its ASCII form (xn--...); the package
@@ -35,34 +35,33 @@
 // that stands for an IPv4 address (NAT64 and the like) is also denied by rules that
 // deny the IPv4 address, and is not allowed by rules that allow it.
 //
-// Both. A connection is to an address, and the sandbox may have asked for the
-// address by one or more names, which are pinned to it:
+// Both. A connection is to an address, and the sandbox may have asked for the address
+// by one or more names, which are pinned to it:
 //
 //  1. A deny rule by address refuses the connection, whatever a rule by name says:
-//     where a server stands is not for its name to decide. Only a more precise allow
+//     a name must not decide about an address. Only a more precise allow
 //     rule by address opens it again.
 //  2. A closed address (package addresses) needs an allow rule by address that is
-//     about it: all that the rule covers lies in the range that is closed. So
+//     about it: the whole range of the rule lies in the closed range. So
 //     10.0.0.0/8 opens private addresses, and 0.0.0.0/0 does not. Or an upstream of
 //     internalDomains has given the address for a name that an allow rule by name
 //     allows: then private addresses and the node's closed ranges are open, others
 //     are not. egress: allow opens no closed address.
-//  3. An allow rule by address allows the connection. Names are not looked at.
+//  3. An allow rule by address allows the connection. Names do not matter.
 //  4. Rules by name allow the connection for those of the pinned names that they
-//     allow. What the sandbox then says in TLS or HTTP must be one of these.
+//     allow. The name in TLS or HTTP must then be one of these.
 //  5. With egress: allow the connection is allowed, unless each of the pinned names is
-//     denied. What the sandbox says in TLS or HTTP must not be denied. If rules deny
+//     denied. The name in TLS or HTTP must not be denied. If rules deny
 //     names, UDP to port 443 is not open by default: the name inside of QUIC cannot be
 //     seen, and programs go on over TCP.
 //  6. Everything else is refused.
 //
 // # Narrowing
 //
-// The policies that hold for a sandbox are a Set: the template's, the claim's, those
-// of the forks on the way. A connection is allowed if every one of them allows it,
-// each by itself. Adding a policy to a set can therefore only take away, and what a
-// set allows needs no proof about how rules of different policies combine. A Set
-// without a policy allows nothing.
+// The policies that apply to a sandbox are a Set: the template's, the claim's, and
+// those of the forks on the way. A connection is allowed if each policy by itself
+// allows it. So adding a policy to a set can only take permissions away, and rules of
+// different policies need not be combined. A Set without a policy allows nothing.
 package policy
 
 import (
@@ -75,10 +74,10 @@ import (
 // Bounds of a policy.
 const (
 	MaxRules    = 256 // in each of the two lists
-	maxRuleText = 280 // a name of 253 bytes, with all that can be around it
+	maxRuleText = 280 // a name of 253 bytes, with protocol, wildcard and port
 )
 
-// Egress is what holds where no rule matches.
+// Egress is the default, for connections that no rule matches.
 type Egress string
 
 // The defaults. An empty Egress is deny.
@@ -98,20 +97,20 @@ func ParseEgress(text string) (Egress, error) {
 	return "", fmt.Errorf("%s is neither deny nor allow", quote(text))
 }
 
-// MarshalText writes deny for an empty one, too.
+// MarshalText also writes deny for an empty Egress.
 func (e Egress) MarshalText() ([]byte, error) {
 	parsed, err := ParseEgress(string(e))
 	return []byte(parsed), err
 }
 
-// UnmarshalText reads what MarshalText writes.
+// UnmarshalText reads the output of MarshalText.
 func (e *Egress) UnmarshalText(text []byte) (err error) {
 	*e, err = ParseEgress(string(text))
 	return err
 }
 
-// Policy is what a sandbox may connect to, as one person has written it. The zero
-// Policy allows nothing. A Policy is not changed after it was made.
+// Policy is one set of rules, as one person has written it. The zero Policy allows
+// nothing. A Policy does not change after it was made.
 type Policy struct {
 	Egress Egress `json:"egress"`
 	Allow  []Rule `json:"allow,omitempty"`
@@ -154,12 +153,12 @@ func Texts(rules []Rule) (out []string) {
 	return out
 }
 
-// Equal says whether two policies have the same rules in the same order.
+// Equal reports whether two policies have the same rules in the same order.
 func (p Policy) Equal(o Policy) bool {
 	return (p.Egress == AllowByDefault) == (o.Egress == AllowByDefault) && slices.Equal(p.Allow, o.Allow) && slices.Equal(p.Deny, o.Deny)
 }
 
-// Validate refuses a policy that was put together by hand and that Parse would refuse.
+// Validate refuses a policy that was not made by Parse and that Parse would refuse.
 func (p Policy) Validate() error {
 	if slices.Contains(p.Allow, Rule{}) || slices.Contains(p.Deny, Rule{}) {
 		return fmt.Errorf("a rule is empty")
@@ -168,8 +167,8 @@ func (p Policy) Validate() error {
 	return err
 }
 
-// UnmarshalJSON reads a policy. A field that it does not know is an error, because
-// what is not understood might have been a restriction.
+// UnmarshalJSON reads a policy. An unknown field is an error, since it might have
+// been a restriction.
 func (p *Policy) UnmarshalJSON(b []byte) error {
 	var form struct {
 		Egress string   `json:"egress"`

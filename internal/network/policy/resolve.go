@@ -6,10 +6,11 @@ import (
 	"agentrun.dev/internal/network/addresses"
 )
 
-// Tells decides whether DNS may tell a sandbox an address of a name. Each policy by itself
-// must let it: a closed address by a rule by address that opens it on some port or, if an upstream
-// of internalDomains has given it, by a rule about the name. Whether the sandbox may connect is
-// Connect's to decide.
+// Tells decides whether DNS may tell a sandbox an address of a name. Each policy by
+// itself must allow that. For a closed address this takes a rule by address that
+// opens it on some port. If an upstream of internalDomains has given the address, a
+// rule about the name is enough. Connect decides later whether the sandbox may
+// connect.
 func (s Set) Tells(n Name, to addresses.Verdict, internal bool) bool {
 	if !to.Closed() {
 		return true
@@ -23,7 +24,8 @@ func (s Set) Tells(n Name, to addresses.Verdict, internal bool) bool {
 	return len(s) > 0
 }
 
-// internalMayOpen is true for the classes that an upstream of internalDomains may give.
+// internalMayOpen is true for the classes of addresses that an upstream of
+// internalDomains may open.
 func internalMayOpen(c addresses.Class) bool {
 	return c == addresses.Private || c == addresses.NodeRange
 }
@@ -31,9 +33,9 @@ func internalMayOpen(c addresses.Class) bool {
 // speaksOf says whether a rule, and not the default, decides about a name.
 func (p Policy) speaksOf(n Name) bool { return Set{p}.Resolvable(n).Kind != ByDefault }
 
-// LeadsTo decides whether a name that may be resolved may be an alias of another. A policy that
-// allows the name only by its default must not deny the other one: else anybody's name could
-// stand in for a denied one.
+// LeadsTo decides whether a name that may be resolved may be an alias of another. A
+// policy that allows the name only by its default must not deny the other name.
+// Otherwise any name could stand in for a denied one.
 func (s Set) LeadsTo(n, alias Name) bool {
 	for _, p := range s {
 		if d := (Set{p}).Resolvable(alias); !p.speaksOf(n) && !d.Allowed && d.Kind != ByDefault {
@@ -43,6 +45,6 @@ func (s Set) LeadsTo(n, alias Name) bool {
 	return true
 }
 
-// DeniesNames says whether a rule denies a name, so that the names of connections matter that
-// are open by default.
+// DeniesNames says whether a rule denies a name. Then the names of connections that
+// are open by default matter, too.
 func (s Set) DeniesNames() bool { return slices.ContainsFunc(s, Policy.deniesNames) }

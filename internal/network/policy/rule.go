@@ -12,14 +12,15 @@ import (
 // Protocol is TCP or UDP.
 type Protocol string
 
-// The protocols. NoProtocol is that of a rule which names none.
+// The protocols. NoProtocol is the protocol of a rule that names no protocol.
 const (
 	NoProtocol Protocol = ""
 	TCP        Protocol = "tcp"
 	UDP        Protocol = "udp"
 )
 
-// Kind is what kind of rule has decided. There are few, so that they can label metrics.
+// Kind is the kind of the rule that has decided. There are few kinds, so that they
+// can label metrics.
 type Kind string
 
 // The kinds.
@@ -27,9 +28,9 @@ const (
 	ByName     Kind = "name"
 	ByWildcard Kind = "wildcard"
 	ByAddress  Kind = "address"
-	// ByDefault is egress.
+	// ByDefault: the default, egress, has decided.
 	ByDefault Kind = "default"
-	// ByClosed is that the address is closed.
+	// ByClosed: the address is closed.
 	ByClosed Kind = "closed"
 )
 
@@ -37,10 +38,11 @@ const (
 // nothing. Rules can be compared with ==.
 type Rule struct {
 	protocol Protocol
-	// name is set in rules by name; those with wildcard are about names below it.
+	// name is set in rules by name. With wildcard the rule matches the names below
+	// it.
 	name     Name
 	wildcard bool
-	prefix   netip.Prefix // is set in rules by address
+	prefix   netip.Prefix // set in rules by address
 	port     uint16       // 0 is every port
 }
 
@@ -73,7 +75,8 @@ func ParseRule(text string) (r Rule, err error) {
 	return r, nil
 }
 
-// splitPort takes the port off, which is there if a colon is that is not of IPv6.
+// splitPort splits a port off. The text has a port if it has a colon that is not part
+// of an IPv6 address.
 func splitPort(text string) (host, port string, err error) {
 	if inner, ok := strings.CutPrefix(text, "["); ok {
 		host, after, closed := strings.Cut(inner, "]")
@@ -137,7 +140,7 @@ func parsePort(text string) (uint16, error) {
 	return uint16(n), nil
 }
 
-// String is the rule in its canonical form, which ParseRule reads.
+// String is the rule in its canonical form, which ParseRule accepts.
 func (r Rule) String() string {
 	var b strings.Builder
 	if r.protocol != NoProtocol {
@@ -183,7 +186,7 @@ func (r Rule) Kind() Kind {
 	return ByName
 }
 
-// matchesName says whether a rule is about a name.
+// matchesName says whether a rule matches a name.
 func (r Rule) matchesName(n Name) bool {
 	if r.wildcard {
 		return n.Below(r.name)
@@ -191,8 +194,8 @@ func (r Rule) matchesName(n Name) bool {
 	return r.name != "" && r.name == n
 }
 
-// matchesPort says whether a rule, which allows or else denies, is about a protocol
-// and a port.
+// matchesPort says whether a rule matches a protocol and a port. allows says whether
+// it is an allow rule or a deny rule.
 func (r Rule) matchesPort(allows bool, proto Protocol, port uint16) bool {
 	of := r.protocol
 	if of == NoProtocol && allows {
@@ -201,10 +204,10 @@ func (r Rule) matchesPort(allows bool, proto Protocol, port uint16) bool {
 	return (of == NoProtocol || of == proto) && (r.port == 0 || r.port == port)
 }
 
-// precision orders the rules that match the same name, or the same address: the
-// greater decides.
+// precision orders the rules that match the same name or address. The rule with the
+// greatest precision decides.
 func (r Rule) precision() int {
-	host := len(r.name) // of two wildcards that match a name, one is below the other
+	host := len(r.name) // if two wildcards match a name, the longer one is below the other
 	switch {
 	case r.prefix.IsValid():
 		host = r.prefix.Bits() + 128 - r.prefix.Addr().BitLen()

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// TestParseRule: a rule, and its canonical form.
+// TestParseRule: rules and their canonical forms.
 func TestParseRule(t *testing.T) {
 	label := strings.Repeat("a", maxLabel)
 	longest := strings.Join([]string{label, label, label, strings.Repeat("b", 61)}, ".")
@@ -109,7 +109,8 @@ func TestParseRuleRefuses(t *testing.T) {
 	}
 }
 
-// FuzzRule: what is taken has one form, which is read as the same rule, in text and in JSON.
+// FuzzRule: an accepted rule has one canonical form, which is read as the same rule,
+// in text and in JSON.
 func FuzzRule(f *testing.F) {
 	for _, s := range []string{"api.openai.com:443", "*.example.org", "10.1.0.0/16:5432", "udp://203.0.113.7:123", "[2001:db8::/32]:443", "2001:db8::1", "tcp://a", "::/0"} {
 		f.Add(s)

@@ -6,19 +6,19 @@ import (
 	"slices"
 )
 
-// maxPolicies bounds how often a policy can be narrowed: by a claim, and by forks of
+// maxPolicies bounds how often a policy can be narrowed, by a claim and by forks of
 // forks.
 const maxPolicies = 16
 
-// Set is the policies that hold for a sandbox, the widest first. A connection is
+// Set holds the policies that apply to a sandbox, the widest first. A connection is
 // allowed if each of them allows it. An empty Set allows nothing.
 type Set []Policy
 
-// Narrow is the set of a sandbox that is bounded by all of parent, and by child.
-// What it allows, parent allows and child allows.
+// Narrow returns the set of a sandbox that is bounded by all of parent and by child.
+// The result allows only connections that both parent and child allow.
 func Narrow(parent Set, child Policy) (Set, error) {
 	if slices.ContainsFunc(parent, child.Equal) {
-		return slices.Clone(parent), nil // nothing becomes narrower
+		return slices.Clone(parent), nil // child is in parent already
 	}
 	if len(parent) >= maxPolicies {
 		return nil, fmt.Errorf("a network policy cannot be narrowed more than %d times: fork from a sandbox nearer to its template", maxPolicies-1)
@@ -26,7 +26,7 @@ func Narrow(parent Set, child Policy) (Set, error) {
 	return append(slices.Clone(parent), child), nil
 }
 
-// AllowsSomething says whether there may be anything that the set allows.
+// AllowsSomething says whether the set may allow any connection at all.
 func (s Set) AllowsSomething() bool {
 	return len(s) > 0 && !slices.ContainsFunc(s, func(p Policy) bool { return p.Egress != AllowByDefault && len(p.Allow) == 0 })
 }
@@ -55,8 +55,8 @@ func noPolicy() Decision {
 	return Decision{Kind: ByDefault, Rule: "egress: deny", Reason: "the sandbox has no network policy"}
 }
 
-// Name decides by the rules by name alone whether a host of that name may be
-// spoken to.
+// Name decides, by the rules by name alone, whether the sandbox may connect to a host
+// of that name.
 func (s Set) Name(n Name, proto Protocol, port uint16) Decision {
 	d := noPolicy()
 	for i, p := range s {
@@ -69,8 +69,8 @@ func (s Set) Name(n Name, proto Protocol, port uint16) Decision {
 	return d
 }
 
-// telling is the decision, of two that allow, that says more: the later one, which
-// is of the narrower policy, unless it is only a default.
+// telling returns the more informative of two decisions that allow: the later one,
+// which comes from the narrower policy, unless it is only a default.
 func telling(d, is Decision, first bool) Decision {
 	if first || is.Kind != ByDefault || d.Kind == ByDefault {
 		return is
@@ -78,8 +78,8 @@ func telling(d, is Decision, first bool) Decision {
 	return d
 }
 
-// Resolvable decides whether a sandbox gets addresses for a name: if there is a
-// protocol and a port on which the set allows it.
+// Resolvable decides whether a sandbox gets addresses for a name. It does if the set
+// allows the name on some protocol and port.
 func (s Set) Resolvable(n Name) Decision {
 	matching, ports := s.about(n)
 	refusal := noPolicy()
@@ -97,9 +97,9 @@ func (s Set) Resolvable(n Name) Decision {
 	return refusal
 }
 
-// about is the set with the rules about one name alone, and the ports that they
-// name, after 0, which stands for all other ports. Which port is asked for makes no
-// difference beyond that.
+// about returns the set with only the rules that match a name, and the ports of these
+// rules after 0, which stands for all other ports. Decisions on all other ports are
+// the same.
 func (s Set) about(n Name) (Set, []uint16) {
 	ports := []uint16{0}
 	pick := func(rules []Rule) (out []Rule) {
@@ -122,16 +122,16 @@ func (s Set) about(n Name) (Set, []uint16) {
 // Connection is the decision about a connection, and about the names that it may be for.
 type Connection struct {
 	Decision
-	// Names are those of the pinned names that the connection may be for. If
-	// NameNeeded is set, it may be for no others, and there is at least one.
+	// Names are the pinned names that the connection may be for. If NameNeeded is
+	// set, it may be for no other name, and Names is not empty.
 	Names []Name
-	// NameNeeded says that a connection whose name can be seen (TLS, HTTP) must say
-	// one of Names. Otherwise it may say none, or any that Admits lets pass.
+	// NameNeeded says that a connection with a visible name (TLS, HTTP) must have one
+	// of Names. Otherwise it may have no name, or any name that Admits allows.
 	NameNeeded bool
 
 	protocol Protocol
 	port     uint16
-	// open are the policies that allow the connection for all names but those that
+	// open are the policies that allow the connection for all names except those that
 	// their rules deny.
 	open []Policy
 }
@@ -162,10 +162,10 @@ func (s Set) Connect(q Query) Connection {
 }
 
 // Looks says whether the name in the connection matters. If not, a rule by address
-// has allowed it, and nothing needs to be read from it.
+// has allowed the connection, and the name need not be read.
 func (c Connection) Looks() bool { return c.NameNeeded || len(c.open) > 0 }
 
-// Admits decides about the name that a connection says in TLS or HTTP.
+// Admits decides about the name in a connection's TLS or HTTP.
 func (c Connection) Admits(n Name) Decision {
 	if !c.Allowed {
 		return c.Decision

@@ -50,7 +50,7 @@ func TestEmptySet(t *testing.T) {
 	}
 }
 
-// TestAdmits: which names a connection may say once it is open.
+// TestAdmits: which names an open connection may have.
 func TestAdmits(t *testing.T) {
 	for _, c := range []struct {
 		set   Set
@@ -123,7 +123,7 @@ func TestNarrow(t *testing.T) {
 	}
 }
 
-// What random policies and queries are made of: few values, so that they meet.
+// Values of random policies and queries. There are few, so that they often match.
 var (
 	someNames = []string{"a.example", "b.example", "x.a.example", "y.x.a.example", "db.svc"}
 	someHosts = append([]string{"*.example", "*.a.example", "*.x.a.example", "*.svc", "1.1.1.1", "1.1.1.0/24", "1.0.0.0/8", "0.0.0.0/0",
@@ -162,9 +162,9 @@ func randomQuery(r *rand.Rand) Query {
 	return query(pick(r, []Protocol{TCP, UDP}), fmt.Sprintf("%s:%d", pick(r, someAddrs), pick(r, somePorts)), names...)
 }
 
-// FuzzNarrow: a narrowed set allows nothing that its parent or the child alone refuses,
-// neither a connection, nor a name in it, nor an answer of DNS, nor an alias. And what a set lets
-// be connected by name, it lets be resolved.
+// FuzzNarrow: a narrowed set allows nothing that its parent or the child alone
+// refuses: no connection, no name in it, no answer of DNS, and no alias. If a set
+// allows connections to a name, it allows resolving the name.
 func FuzzNarrow(f *testing.F) {
 	for seed := range uint64(40) {
 		f.Add(seed)
@@ -252,8 +252,8 @@ func TestInternalDomains(t *testing.T) {
 	}
 }
 
-// BenchmarkConnect decides with as many rules as a policy can have, of which the last
-// is the one that matters.
+// BenchmarkConnect decides with as many rules as a policy can have. The last rule
+// matches.
 func BenchmarkConnect(b *testing.B) {
 	var allow, deny []string
 	for i := range MaxRules {
@@ -268,7 +268,8 @@ func BenchmarkConnect(b *testing.B) {
 	}
 }
 
-// FuzzJSON: sets and internal domains that are taken are written as they are read.
+// FuzzJSON: accepted sets and internal domains are written in the form in which they
+// are read.
 func FuzzJSON(f *testing.F) {
 	f.Add([]byte(`[{"egress":"deny","allow":["a.example:443"]},{"deny":["10.0.0.0/8"]}]`))
 	f.Add([]byte(`{"corp":["10.0.0.1","[fd00::10]:5353"],"svc.cluster.local":["10.96.0.10:53"]}`))

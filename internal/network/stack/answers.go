@@ -11,8 +11,8 @@ import (
 	"agentrun.dev/internal/network/wire"
 )
 
-// newMessage returns a message with n bytes behind the Ethernet header, which it fills
-// in as that of a complete frame.
+// newMessage returns a message with room for n bytes after the Ethernet header. It
+// fills in the headers of a complete frame.
 func (w *Wire) newMessage(kind uint16, n int) (message, data []byte) {
 	m := make([]byte, headLen+n)
 	w.putHead(m, wire.Header{}, kind)
@@ -26,7 +26,7 @@ func (w *Wire) putHead(b []byte, h wire.Header, kind uint16) {
 	binary.BigEndian.PutUint16(b[wire.HeaderLen+12:], kind)
 }
 
-// newPacket returns a message with an IP packet of n bytes behind the IP header.
+// newPacket returns a message with room for n bytes after the IP header.
 func (w *Wire) newPacket(from, to netip.Addr, protocol uint8, n int) (message, payload []byte) {
 	if to.Is6() {
 		m, b := w.newMessage(typeIPv6, header.IPv6MinimumSize+n)
@@ -53,7 +53,7 @@ func (w *Wire) newPacket(from, to netip.Addr, protocol uint8, n int) (message, p
 	return m, b[header.IPv4MinimumSize:]
 }
 
-// sum is the checksum of a transport header, and of the payload behind it.
+// sum is the checksum of a transport header and its payload.
 func sum(from, to netip.Addr, protocol uint8, payload []byte) uint16 {
 	x := checksum.Checksum(from.AsSlice(), 0)
 	x = checksum.Checksum(to.AsSlice(), x)
@@ -90,10 +90,10 @@ func (w *Wire) arp(b []byte) {
 	w.answer(m)
 }
 
-// neighbour handles neighbour discovery (RFC 4861), and reports whether p was that.
-// It answers solicitations for the gateway. The sandbox's probe whether somebody has
-// its own address (RFC 4862 §5.4) is met with silence, and so are its questions for
-// routers: its routes are configured.
+// neighbour handles neighbour discovery (RFC 4861), and reports whether p was a
+// message of it. It answers solicitations for the gateway. It does not answer the
+// sandbox's probe for its own address (RFC 4862 §5.4), nor its router solicitations,
+// since its routes are configured.
 func (w *Wire) neighbour(p *packet) bool {
 	if len(p.payload) < header.ICMPv6MinimumSize {
 		return false
@@ -106,7 +106,8 @@ func (w *Wire) neighbour(p *packet) bool {
 	default:
 		return false
 	}
-	// A hop limit of 255 shows that no router has passed it on (RFC 4861 §7.1.1).
+	// A hop limit of 255 shows that no router has forwarded the message (RFC 4861
+	// §7.1.1).
 	if len(p.payload) < header.ICMPv6NeighborSolicitMinimumSize || p.all[7] != 255 {
 		w.drop(DropMalformed)
 		return true
@@ -159,7 +160,8 @@ func (w *Wire) echo(p *packet) {
 	w.answer(m)
 }
 
-// Kinds of unreachable: the codes of ICMP (RFC 792) and of ICMPv6 (RFC 4443 §3.1).
+// unreachable is a kind of unreachable: its codes in ICMP (RFC 792) and ICMPv6 (RFC
+// 4443 §3.1).
 type unreachable struct{ code4, code6 byte }
 
 var (
@@ -167,11 +169,11 @@ var (
 	portUnreachable = unreachable{3, 4}
 )
 
-// maxQuote is how much of a packet an ICMP error quotes: the headers.
+// maxQuote is how many bytes of a packet an ICMP error quotes: the headers.
 const maxQuote = 80
 
-// unreachableFor answers a packet, of which original has at least the headers, with an
-// ICMP error of the gateway's.
+// unreachableFor answers a packet with an ICMP error from the gateway. original has
+// at least the packet's headers.
 func (w *Wire) unreachableFor(original []byte, kind unreachable) []byte {
 	original = original[:min(len(original), maxQuote)]
 	if original[0]>>4 == 6 {
@@ -198,8 +200,8 @@ func (w *Wire) newSegment(from, to netip.AddrPort, f header.TCPFields) []byte {
 	return m
 }
 
-// resetFor answers a segment that belongs to no connection. The packet has a whole TCP
-// header.
+// resetFor answers a segment that belongs to no connection. The packet has a complete
+// TCP header.
 func (w *Wire) resetFor(packet []byte) []byte {
 	var p packet4or6
 	p.read(packet)
@@ -211,8 +213,8 @@ func (w *Wire) resetFor(packet []byte) []byte {
 	}, tcp, len(tcp)-int(tcp.DataOffset()))
 }
 
-// resetTo answers a segment of a sandbox with so many bytes behind its TCP header
-// (RFC 9293 §3.5.2).
+// resetTo answers a sandbox's segment with size bytes after its TCP header (RFC 9293
+// §3.5.2).
 func (w *Wire) resetTo(t Tuple, tcp header.TCP, size int) []byte {
 	f := header.TCPFields{Flags: header.TCPFlagRst}
 	if flags := tcp.Flags(); flags&header.TCPFlagAck != 0 {
@@ -231,7 +233,7 @@ func (w *Wire) resetTo(t Tuple, tcp header.TCP, size int) []byte {
 	return w.newSegment(t.Outside, t.Inside, f)
 }
 
-// packet4or6 reads back a packet that has been checked before.
+// packet4or6 holds the parts of a packet that has been checked before.
 type packet4or6 struct {
 	from, to netip.Addr
 	payload  []byte
@@ -247,9 +249,9 @@ func (p *packet4or6) read(b []byte) {
 	p.payload = b[header.IPv4MinimumSize:]
 }
 
-// strayACK is an ACK that the sandbox's kernel does not expect, if it has the
-// connection at all. If sequence is outside of its window, it answers with what it
-// does expect (RFC 9293 §3.10.7.4).
+// strayACK makes an ACK that the sandbox's kernel does not expect, even if it has the
+// connection. If sequence is outside of the kernel's window, it answers with the
+// sequence number that it expects (RFC 9293 §3.10.7.4).
 func (w *Wire) strayACK(t Tuple, sequence uint32) []byte {
 	return w.newSegment(t.Outside, t.Inside, header.TCPFields{SeqNum: sequence, Flags: header.TCPFlagAck, WindowSize: 1})
 }
@@ -263,7 +265,7 @@ func (w *Wire) newDatagram(from, to netip.AddrPort, data []byte) []byte {
 	copy(udp.Payload(), data)
 	x := sum(from.Addr(), to.Addr(), uint8(UDP), b)
 	if x == 0 {
-		x = 0xffff // 0 says that there is none (RFC 768)
+		x = 0xffff // 0 means that the datagram has no checksum (RFC 768)
 	}
 	udp.SetChecksum(x)
 	return m

@@ -28,34 +28,36 @@ type Wire struct {
 	// ctx ends when the wire is closed.
 	ctx    context.Context
 	cancel context.CancelFunc
-	// running counts the goroutines that serve the wire. It grows under mu, while
-	// the wire is not closed.
+	// running counts the goroutines that serve the wire. It grows only under mu, and
+	// only while the wire is not closed.
 	running sync.WaitGroup
 	once    sync.Once // of Close
 
 	// mu protects all following fields.
 	mu     sync.Mutex
 	closed bool
-	// conns are the TCP connections from their SYN until nothing of them is left.
+	// conns are the TCP connections, each from its SYN until it is completely gone.
 	conns map[Tuple]*conn
-	// opening is how many of conns are dialled or in their handshake.
+	// opening is how many of conns are being dialled or in their handshake.
 	opening int
 	flows   map[Tuple]*flow
 	queries int
-	// used is what conns and flows have taken of the poller's bounds.
+	// used is the wire's share of the poller's bounds that its conns and flows take.
 	used usage
-	// buffers are the bytes that connections have reserved of Limits.Buffers.
+	// buffers is how many bytes of Limits.Buffers connections have reserved.
 	buffers int
-	// stack is nil while no connection needs one. idle is set while rest is to come.
+	// stack is nil while no connection needs it. idle is set while a call of rest is
+	// pending.
 	stack *netstack
 	idle  tcpip.Timer
 	lineage
 }
 
-// Attach serves the wire whose end fd is. The descriptor then belongs to the Wire, if
-// there was no error. The socket need not be in non-blocking mode: others may share it.
-// Its send buffer should hold many of the longest frames; whoever makes the wire sees
-// to that. Close ends it: a datagram socket never says that its other end is gone.
+// Attach serves the wire whose end is fd. Without an error the descriptor then
+// belongs to the Wire. The socket need not be in non-blocking mode, because other
+// processes may share it. The maker of the wire gives the socket a send buffer for
+// many of the longest frames. The wire ends only with Close: a datagram socket does
+// not report that its other end is gone.
 func (p *Poller) Attach(fd int, cfg Config, out Outside) (*Wire, error) {
 	if err := cfg.check(); err != nil {
 		return nil, fmt.Errorf("attach a wire: %w", err)
@@ -84,9 +86,17 @@ func (p *Poller) Attach(fd int, cfg Config, out Outside) (*Wire, error) {
 	return w, nil
 }
 
-// Close cuts all connections at once, without a word to the sandbox, and waits until
-// nothing of the wire is left. It waits for the Outside's methods, which must not call
-// it.
+// SetRates changes Limits.Up and Limits.Down of a wire that is being served. 0 stands for
+// the value of DefaultLimits. Frames that already wait keep their delay.
+func (w *Wire) SetRates(up, down int64) {
+	up, down = ratesOrDefault(up, down)
+	w.up.setRate(up)
+	w.down.setRate(down)
+}
+
+// Close cuts all connections at once, without informing the sandbox, and waits until
+// the wire is completely gone. It waits for the Outside's methods, which must not
+// call it.
 func (w *Wire) Close() { w.once.Do(w.close) }
 
 func (w *Wire) close() {
@@ -111,15 +121,15 @@ func (w *Wire) close() {
 	if stack != nil {
 		stack.destroy()
 	}
-	w.clock.start() // timers that are parked would never end
+	w.clock.start() // otherwise parked timers would never end
 	w.running.Wait()
-	// Whoever sends holds tx.mu, and finds it closed from now on.
+	// A goroutine that sends holds tx.mu, and finds tx closed from now on.
 	w.tx.mu.Lock()
 	defer w.tx.mu.Unlock()
 	unix.Close(w.fd)
 }
 
-// spawn runs f in a goroutine that Close waits for, unless w is closed; the caller
+// spawn runs f in a goroutine that Close waits for, unless w is closed. The caller
 // holds w.mu.
 func (w *Wire) spawn(f func()) bool {
 	if w.closed {
@@ -133,15 +143,15 @@ func (w *Wire) spawn(f func()) bool {
 	return true
 }
 
-// Pause stops the clock of all connections, for a sandbox that does not run. What
-// comes from outside waits.
+// Pause stops the clock of all connections, for a sandbox that does not run. Data
+// from outside waits.
 func (w *Wire) Pause() { w.clock.stop() }
 
-// Resume lets the clock go on from where Pause has stopped it.
+// Resume starts the clock again where Pause has stopped it.
 func (w *Wire) Resume() { w.clock.start() }
 
-// Cut ends the connections and flows that match, with a RST in the case of TCP. It
-// does not wait for their ends.
+// Cut ends the matching connections, with a RST, and the matching flows. It does not
+// wait for their ends.
 func (w *Wire) Cut(match func(Tuple) bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -157,7 +167,7 @@ func (w *Wire) Cut(match func(Tuple) bool) {
 	}
 }
 
-// Tuples returns the connections and flows of this moment, in no order.
+// Tuples returns the current connections and flows, in no order.
 func (w *Wire) Tuples() []Tuple {
 	w.mu.Lock()
 	defer w.mu.Unlock()

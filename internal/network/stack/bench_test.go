@@ -14,7 +14,7 @@ import (
 	"agentrun.dev/internal/network/networktest"
 )
 
-// cpu is the time that this process has computed, the guest's kernel included.
+// cpu is the processor time of this process, including the guest's kernel.
 func cpu() time.Duration {
 	var r unix.Rusage
 	unix.Getrusage(unix.RUSAGE_SELF, &r)
@@ -111,7 +111,7 @@ func throughput(b *testing.B, connections int, up, wired bool) {
 	for _, c := range conns {
 		all.Go(func() {
 			inside(c)
-			if up { // the end comes when the server has read all
+			if up { // the end comes once the server has read everything
 				c.Read(make([]byte, 1))
 			}
 			c.Close()
@@ -171,7 +171,7 @@ func heap() uint64 {
 	return m.HeapAlloc + m.StackInuse
 }
 
-// TestIdleWireIsSmall measures what a wire costs that nothing happens on.
+// TestIdleWireIsSmall measures the memory of an idle wire.
 func TestIdleWireIsSmall(t *testing.T) {
 	const wires, limit = 500, 4 << 10
 	p := newPoller(t)

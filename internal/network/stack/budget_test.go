@@ -14,8 +14,8 @@ import (
 	"agentrun.dev/internal/network/networktest"
 )
 
-// TestDescriptorsOfAll shows that a sandbox with many flows and connections leaves
-// descriptors for those of others, and for further wires, whose number is bounded, too.
+// TestDescriptorsOfAll: a sandbox with many flows and connections leaves descriptors
+// for those of others, and for further wires, whose number is bounded, too.
 func TestDescriptorsOfAll(t *testing.T) {
 	p := newPoller(t)
 	p.maxDescriptors = 40
@@ -57,7 +57,7 @@ func TestDescriptorsOfAll(t *testing.T) {
 	}
 }
 
-// never is an outside where dialling lasts until it is given up.
+// never is an Outside whose dials last until they are given up.
 type never struct{ loopback }
 
 func (*never) DialUDP(ctx context.Context, _, _ netip.AddrPort) (net.Conn, error) {
@@ -65,7 +65,8 @@ func (*never) DialUDP(ctx context.Context, _, _ netip.AddrPort) (net.Conn, error
 	return nil, ctx.Err()
 }
 
-// TestDatagramsThatWait: what waits for flows to be dialled is bounded by bytes, and counted.
+// TestDatagramsThatWait: the datagrams that wait for the dial of their flow are
+// bounded by bytes, and counted.
 func TestDatagramsThatWait(t *testing.T) {
 	for _, mtu := range []int{1500, 65535} {
 		t.Run(fmt.Sprint("MTU ", mtu), func(t *testing.T) { datagramsThatWait(t, mtu) })
@@ -100,7 +101,7 @@ func datagramsThatWait(t *testing.T, mtu int) {
 	}
 }
 
-// TestFrameBeyondMTU: only a frame that is to be cut up is longer than the MTU.
+// TestFrameBeyondMTU: a frame may exceed the MTU only if it is to be cut up.
 func TestFrameBeyondMTU(t *testing.T) {
 	h := newHostile(t, &never{})
 	if _, err := h.Write(udpFrame(netip.AddrPortFrom(config.Address, 1000).String(), "203.0.113.5:1000", strings.Repeat("x", config.MTU))); err != nil {
@@ -112,8 +113,8 @@ func TestFrameBeyondMTU(t *testing.T) {
 	}
 }
 
-// TestDefaultLimitsAreTrue: a sandbox that is alone gets as many connections as its limit
-// says, beside as many flows, and the next one is refused.
+// TestDefaultLimitsAreTrue: a single sandbox gets as many connections as its limit
+// allows, beside as many flows. The next connection is refused.
 func TestDefaultLimitsAreTrue(t *testing.T) {
 	p, g := newPoller(t), newGuest(t)
 	w := attach(t, p, g, &loopback{})
@@ -146,7 +147,8 @@ func TestDefaultLimitsAreTrue(t *testing.T) {
 	}
 }
 
-// TestReserve: what others keep of a connection is of the same memory.
+// TestReserve: memory that an Outside reserves for a connection comes from the same
+// bound.
 func TestReserve(t *testing.T) {
 	p := newPoller(t)
 	p.maxMemory = 16 * connMemory

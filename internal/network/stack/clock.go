@@ -7,20 +7,20 @@ import (
 	"gvisor.dev/gvisor/pkg/tcpip"
 )
 
-// clock is a clock that can be stopped, for sandboxes that are paused: their
-// connections must not time out, and what is to be sent again should not have
-// backed off by minutes when they go on.
+// clock is a clock that can be stopped, for sandboxes that are paused. Their
+// connections must not time out. Nor should the backoff of retransmissions have grown
+// to minutes when they continue.
 type clock struct {
 	real tcpip.Clock
 
 	// mu protects all following fields.
 	mu sync.Mutex
-	// lost is how long the clock has stood still in total, before the present stop.
+	// lost is the total time that the clock stood still, without the present stop.
 	lost time.Duration
-	// stopped is whether it stands still, since is from when on.
+	// stopped is whether the clock stands still, and since is when it stopped.
 	stopped bool
 	since   tcpip.MonotonicTime
-	// parked are the timers that came due while it stood still.
+	// parked are the timers that were due while the clock stood still.
 	parked map[*timer]struct{}
 }
 
@@ -31,7 +31,7 @@ func newClock(real tcpip.Clock) *clock {
 	return &clock{real: real}
 }
 
-// Now implements tcpip.Clock. It is the time of day, which nobody can stop.
+// Now implements tcpip.Clock. It is the time of day, which does not stop.
 func (c *clock) Now() time.Time { return c.real.Now() }
 
 // NowMonotonic implements tcpip.Clock.
@@ -81,8 +81,8 @@ func (c *clock) start() {
 	c.parked = nil
 }
 
-// timer is a timer of a clock. The timer below it does not know of stops: when it
-// comes due too early, it is set again.
+// timer is a timer of a clock. The real timer below it does not know about stops:
+// when it fires too early, it is set again.
 type timer struct {
 	clock *clock
 	f     func()
@@ -135,14 +135,14 @@ func (t *timer) Reset(d time.Duration) {
 	t.real.Reset(d)
 }
 
-// bucket is a token bucket of bytes. Its debt is paid before more passes.
+// bucket is a token bucket of bytes. A debt must be paid before more bytes pass.
 type bucket struct {
-	rate  int64
 	clock *clock
 
 	// mu protects all following fields.
-	mu sync.Mutex
-	// tokens are the bytes that may pass at once. A debt is negative.
+	mu   sync.Mutex
+	rate int64
+	// tokens are the bytes that may pass at once. A negative number is a debt.
 	tokens float64
 	last   tcpip.MonotonicTime
 }
@@ -152,11 +152,23 @@ const maxBurst = 2 << 16
 
 // take takes n bytes and returns how long to wait before the next ones pass.
 func (b *bucket) take(n int) time.Duration {
-	if b.rate == 0 {
-		return 0
-	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	return b.pay(n)
+}
+
+// setRate changes the rate from now on: what has come together before stays, as far as the
+// new rate lets it.
+func (b *bucket) setRate(rate int64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.pay(0)
+	b.rate = rate
+	b.pay(0)
+}
+
+// pay is take; the caller holds b.mu.
+func (b *bucket) pay(n int) time.Duration {
 	rate := float64(b.rate)
 	now := b.clock.NowMonotonic()
 	b.tokens = min(b.tokens+rate*now.Sub(b.last).Seconds(), max(maxBurst, rate/20))

@@ -11,8 +11,8 @@ import (
 	"gvisor.dev/gvisor/pkg/tcpip"
 )
 
-// manualClock goes on when it is told to. Unlike faketime's it does not wait for what
-// its timers do, which may itself wait for time to pass.
+// manualClock advances on command. Unlike faketime's clock it does not wait for the
+// functions of its timers, which may themselves wait for time to pass.
 type manualClock struct {
 	mu     sync.Mutex
 	at     time.Duration
@@ -66,7 +66,7 @@ func (c *manualClock) Advance(d time.Duration) {
 	}
 }
 
-// skippingClock is the real clock, from which time can be skipped.
+// skippingClock is the real clock, in which time can be skipped.
 type skippingClock struct {
 	real tcpip.Clock
 
@@ -135,7 +135,7 @@ func (t *skippingTimer) fire() {
 	}
 }
 
-// Skip lets d pass at once.
+// Skip advances the clock by d at once.
 func (c *skippingClock) Skip(d time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -147,8 +147,8 @@ func (c *skippingClock) Skip(d time.Duration) {
 	}
 }
 
-// TestClockStops shows that timers do not run while the clock stands still, and run for
-// the rest of their time afterwards.
+// TestClockStops: timers do not run while the clock stands still, and run for the
+// rest of their time afterwards.
 func TestClockStops(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newClock(nil)
@@ -206,12 +206,20 @@ func TestBucket(t *testing.T) {
 	if d := b.take(0); d != 250*time.Millisecond {
 		t.Errorf("after half of that %v are left", d)
 	}
-	if d := (&bucket{clock: newClock(clock)}).take(1 << 30); d != 0 {
-		t.Errorf("without a rate %v", d)
+	clock.Advance(time.Hour)
+	b.setRate(1 << 30)
+	if d := b.take(1 << 30); d > time.Second || d < 900*time.Millisecond {
+		t.Errorf("at a higher rate a second's bytes wait %v", d)
+	}
+	clock.Advance(time.Hour)
+	b.take(0)
+	b.setRate(1 << 20)
+	if d := b.take(1<<20 + maxBurst); d != time.Second {
+		t.Errorf("at a lower rate, which keeps less together, a second's bytes wait %v", d)
 	}
 }
 
-// awaited is a Remote that wants a byte of the sandbox in time.
+// awaited is a Remote that expects a byte from the sandbox in time.
 type awaited struct {
 	paused <-chan struct{}
 	in     time.Duration
@@ -240,7 +248,7 @@ func (r *remotes) DialTCP(context.Context, netip.AddrPort, netip.AddrPort) (Remo
 	return r.remote, nil
 }
 
-// TestPausedIsNotLate: deadlines of connections wait for a sandbox that is paused.
+// TestPausedIsNotLate: deadlines of connections wait for a paused sandbox.
 func TestPausedIsNotLate(t *testing.T) {
 	p, g := newPoller(t), newGuest(t)
 	paused := make(chan struct{})
@@ -253,7 +261,7 @@ func TestPausedIsNotLate(t *testing.T) {
 	select {
 	case err := <-a.got:
 		t.Fatalf("while it was paused: %v", err)
-	case <-time.After(20 * a.in): // for a timer to do harm, if it ran
+	case <-time.After(20 * a.in): // gives a timer time to do harm, if it ran
 	}
 	c.Write([]byte("x"))
 	if err := <-a.got; err != nil {

@@ -28,7 +28,7 @@ type insideConn struct {
 	readBy, writeBy    deadline
 
 	reset, closed atomic.Bool
-	// aborted is closed when the endpoint was reset, some time after reset was set.
+	// aborted is closed once the endpoint was reset, some time after reset was set.
 	aborted chan struct{}
 }
 
@@ -42,7 +42,7 @@ func newInsideConn(c *conn, e tcpip.Endpoint, events *waiter.Queue) *insideConn 
 	return i
 }
 
-// errorOf is err as Go's network connections have it.
+// errorOf is err as Go's network connections return it.
 func errorOf(op string, err tcpip.Error) error {
 	var cause error
 	switch err.(type) {
@@ -80,10 +80,10 @@ func (i *insideConn) Read(b []byte) (int, error) {
 	}
 }
 
-// errWait says that there is nothing to read yet.
+// errWait says that there are no bytes to read yet.
 var errWait = errors.New("nothing to read yet")
 
-// tryRead reads what is there, or fails with errWait.
+// tryRead reads the available bytes, or fails with errWait.
 func (i *insideConn) tryRead(b []byte) (int, error) {
 	if len(b) == 0 {
 		return 0, nil
@@ -92,8 +92,8 @@ func (i *insideConn) tryRead(b []byte) (int, error) {
 	return i.readTo(&w)
 }
 
-// readTo writes what is there to w, as much as it takes, or fails with errWait. If w
-// takes nothing the error is not of the connection, but w's.
+// readTo writes the available bytes to w, as many as it takes, or fails with errWait.
+// If w takes none, the error comes from w, not from the connection.
 func (i *insideConn) readTo(w io.Writer) (int, error) {
 	if i.readBy.passed() {
 		return 0, i.timeout("read")
@@ -151,7 +151,7 @@ func (i *insideConn) Write(b []byte) (int, error) {
 	}
 }
 
-// CloseWrite implements Conn. A connection that is being reset has no other end than that.
+// CloseWrite implements Conn. A connection that is being reset needs no FIN.
 func (i *insideConn) CloseWrite() error {
 	if i.wasReset() {
 		return nil
@@ -162,9 +162,9 @@ func (i *insideConn) CloseWrite() error {
 	return nil
 }
 
-// Reset implements Conn. The RST, and whoever is sending a segment of the connection, may have
-// to wait for room on the wire, for as long as the sandbox does not read. Policies are changed
-// meanwhile: Reset does not wait.
+// Reset implements Conn. The RST may have to wait for room on the wire, and so may a
+// goroutine that sends a segment of the connection, for as long as the sandbox does
+// not read. Policies change meanwhile, so Reset does not wait.
 func (i *insideConn) Reset() error {
 	if i.reset.Swap(true) {
 		return nil
@@ -178,22 +178,23 @@ func (i *insideConn) Reset() error {
 	spawned := w.spawn(abort)
 	w.mu.Unlock()
 	if !spawned {
-		abort() // nobody waits for room on a wire that is closed
+		abort() // on a closed wire nothing waits for room
 	}
 	return nil
 }
 
 func (i *insideConn) wasReset() bool { return i.reset.Load() }
 
-// settle returns when nothing of a Reset is left to do.
+// settle returns once a Reset is complete.
 func (i *insideConn) settle() {
 	if i.wasReset() {
 		<-i.aborted
 	}
 }
 
-// Close implements net.Conn. What was written is still sent. If the sandbox has sent
-// what nobody has read, it gets a RST, as from Linux. After Reset it gets that, and no FIN.
+// Close implements net.Conn. Written data is still sent. If the sandbox has sent data
+// that was not read, it gets a RST, as from Linux. After Reset it gets only the RST,
+// and no FIN.
 func (i *insideConn) Close() error {
 	if i.closed.CompareAndSwap(false, true) {
 		i.settle()
@@ -202,9 +203,9 @@ func (i *insideConn) Close() error {
 	return nil
 }
 
-// linger closes the connection, and returns when the sandbox has acknowledged the rest
-// and has closed its side too. A program inside may read slowly, as long as its kernel
-// answers: when that is silent for Limits.Linger, the connection is reset.
+// linger closes the connection. It returns once the sandbox has acknowledged the rest
+// and has closed its side, too. A program inside may read slowly, as long as its
+// kernel answers. If the kernel is silent for Limits.Linger, the connection is reset.
 func (i *insideConn) linger() {
 	_ = i.Close() // it never fails
 	expired := make(chan struct{}, 1)
@@ -239,7 +240,7 @@ func (i *insideConn) segments() uint64 {
 	return s.SegmentsReceived.Value()
 }
 
-// LocalAddr implements net.Conn: where the sandbox has connected to.
+// LocalAddr implements net.Conn: the address that the sandbox has connected to.
 func (i *insideConn) LocalAddr() net.Addr { return net.TCPAddrFromAddrPort(i.c.tuple.Outside) }
 
 // RemoteAddr implements net.Conn: the sandbox's address.
@@ -264,15 +265,16 @@ func (i *insideConn) SetWriteDeadline(t time.Time) error {
 	return nil
 }
 
-// deadline is a deadline that can be waited for. Until it is set it never passes. It comes later
-// by the time for which its clock stands still: a sandbox that is paused is not late.
+// deadline is a deadline that goroutines can wait for. Until it is set it never
+// passes. It moves by the time that its clock stands still, so that a paused sandbox
+// is not late.
 type deadline struct {
 	clock tcpip.Clock
 
 	// mu protects all following fields.
 	mu    sync.Mutex
 	timer tcpip.Timer
-	// over is closed when the deadline passes. It is nil while there is none.
+	// over is closed when the deadline passes. It is nil while no goroutine needs it.
 	over chan struct{}
 }
 
@@ -291,7 +293,7 @@ func (d *deadline) set(t time.Time) {
 		}
 	}
 	if t.IsZero() {
-		// Whoever waits keeps the channel, which nobody closes any more.
+		// Goroutines that wait keep the channel, which is never closed now.
 		return
 	}
 	if d.over == nil {
@@ -306,7 +308,7 @@ func (d *deadline) set(t time.Time) {
 	timer = d.clock.AfterFunc(left, func() {
 		d.mu.Lock()
 		defer d.mu.Unlock()
-		if d.timer == timer { // and not one that was set since
+		if d.timer == timer { // the deadline was not set again meanwhile
 			close(d.over)
 			d.timer = nil
 		}
@@ -318,7 +320,8 @@ func (d *deadline) done() <-chan struct{} {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.over == nil {
-		// Made here, so that a deadline that is set later wakes whoever waits.
+		// The channel is made here so that a deadline that is set later wakes the
+		// waiting goroutine.
 		d.over = make(chan struct{})
 	}
 	return d.over

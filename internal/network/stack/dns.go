@@ -18,7 +18,7 @@ const (
 	dnsIdle = 10 * time.Second
 )
 
-// query has the Outside answer a DNS message in a datagram.
+// query lets the Outside answer a DNS message in a datagram.
 func (w *Wire) query(t Tuple, data []byte) {
 	if len(data) < dnsHeader || len(data) > maxQuery {
 		w.drop(DropMalformed)
@@ -37,8 +37,8 @@ func (w *Wire) query(t Tuple, data []byte) {
 }
 
 func (w *Wire) serveQuery(t Tuple, q []byte) {
-	// It counts until its answer is on the wire: a sandbox that does not read would have
-	// any number of them wait for room.
+	// The query counts until its answer is on the wire. Otherwise a sandbox that does
+	// not read could have any number of answers waiting for room.
 	defer func() {
 		w.mu.Lock()
 		defer w.mu.Unlock()
@@ -56,8 +56,8 @@ func (w *Wire) serveQuery(t Tuple, q []byte) {
 	w.transmit(vectorsOf(m), len(m))
 }
 
-// truncated answers a query that it is to be repeated over TCP (RFC 1035 §4.1.1), or
-// with nil if it has no single question.
+// truncated returns an answer that tells the sandbox to repeat its query over TCP
+// (RFC 1035 §4.1.1). It returns nil if the query does not have a single question.
 func truncated(q []byte) []byte {
 	end := dnsHeader
 	for end < len(q) && q[end] != 0 && q[end] < 64 {
@@ -100,7 +100,8 @@ func (d *dnsRemote) Splice(inside Conn) {
 	}
 }
 
-// Close implements Remote. The sandbox's side is all that there is to close.
+// Close implements Remote. The only connection is the sandbox's side, which Splice
+// closes.
 func (d *dnsRemote) Close() error { return nil }
 
 func fill(r io.Reader, b []byte) error {

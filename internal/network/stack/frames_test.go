@@ -17,7 +17,7 @@ import (
 	"agentrun.dev/internal/network/wire"
 )
 
-// hostile is a sandbox that writes frames by itself.
+// hostile is a sandbox that writes its own frames.
 type hostile struct {
 	*os.File
 	w *Wire
@@ -42,7 +42,7 @@ func udpFrame(from, to, data string) []byte {
 	return sent.newDatagram(addrPort(from), addrPort(to), []byte(data))
 }
 
-// with changes bytes of a message: at says where, behind the head.
+// with changes bytes of a message. at is their offset after the head.
 func with(m []byte, at int, values ...byte) []byte {
 	m = append([]byte{}, m...)
 	copy(m[headLen+at:], values)
@@ -82,7 +82,8 @@ func solicitation(from, target netip.Addr) []byte {
 	return m
 }
 
-// TestDropped sends what is not served, and expects its reason and no answer.
+// TestDropped sends messages that are not served. It expects the right reason and no
+// answer.
 func TestDropped(t *testing.T) {
 	syn := header.TCPFields{Flags: header.TCPFlagSyn, WindowSize: 1000}
 	good4, good6 := tcpFrame(me4, other4, syn), tcpFrame(me6, other6, syn)
@@ -179,7 +180,7 @@ func TestDropped(t *testing.T) {
 	}
 }
 
-// TestAnswers sends what is answered by hand.
+// TestAnswers sends messages that are answered by hand.
 func TestAnswers(t *testing.T) {
 	h := newHostile(t, &loopback{})
 	for _, test := range []struct {
@@ -229,8 +230,8 @@ func TestAnswers(t *testing.T) {
 	}
 }
 
-// TestNoReader shows that a sandbox which sends and never reads costs no more than a
-// bounded queue, and that its wire goes on when it reads.
+// TestNoReader: a sandbox that sends and never reads costs no more than a bounded
+// queue. Its wire goes on when it reads again.
 func TestNoReader(t *testing.T) {
 	h := newHostile(t, &loopback{})
 	ping := arpFrame(config.MAC, config.Address, config.Gateway)
@@ -287,7 +288,7 @@ func (sink) DialUDP(ctx context.Context, _, to netip.AddrPort) (net.Conn, error)
 
 func (sink) ServeDNS(_ context.Context, q []byte, _ bool) []byte { return q }
 
-// FuzzFrames feeds a wire with a sequence of messages, each behind its length.
+// FuzzFrames feeds a wire with a sequence of messages, each after its length.
 func FuzzFrames(f *testing.F) {
 	join := func(messages ...[]byte) (all []byte) {
 		for _, m := range messages {

@@ -7,10 +7,10 @@ import (
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 )
 
-// Gone finds out whether the sandbox's end of the wire is closed, which a datagram
-// socket tells only those who send. So it sends a frame that changes nothing: where the
-// gateway is, which the sandbox knows (an ARP reply that nobody has asked for). It is for
-// rare use: the frame waits on the wire of a sandbox that does not run.
+// Gone finds out whether the sandbox's end of the wire is closed. A datagram socket
+// reports that only on sending. So Gone sends a frame without effect: an unsolicited
+// ARP reply with the gateway's address, which the sandbox knows. It is for rare use,
+// because the frame stays on the wire of a sandbox that does not run.
 func (w *Wire) Gone() bool {
 	m, data := w.newMessage(typeARP, header.ARPSize)
 	reply := header.ARP(data)

@@ -11,7 +11,7 @@ import (
 	"agentrun.dev/internal/network/networktest"
 )
 
-// config is that of every sandbox.
+// config is the configuration of every sandbox.
 var config = Config{
 	MAC:        networktest.MAC,
 	GatewayMAC: networktest.GatewayMAC,
@@ -59,7 +59,8 @@ func attach(t testing.TB, p *Poller, g guest, o Outside, change ...func(*Config)
 	return attachEnd(t, p, g.Wire(), o, change...)
 }
 
-// attachEnd serves a wire by a copy of its end: the engine keeps its own.
+// attachEnd serves a wire through a copy of its end. The test keeps the end, as an
+// engine does.
 func attachEnd(t testing.TB, p *Poller, end *os.File, o Outside, change ...func(*Config)) *Wire {
 	t.Helper()
 	c := config
@@ -73,7 +74,7 @@ func attachEnd(t testing.TB, p *Poller, end *os.File, o Outside, change ...func(
 	return w
 }
 
-// dup is a descriptor of the caller's own.
+// dup returns a descriptor that belongs to the caller.
 func dup(t testing.TB, f *os.File) int {
 	t.Helper()
 	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)

@@ -23,10 +23,10 @@ const (
 	protocolICMPv6 = 58
 )
 
-// maxBatches bounds what is read of one wire before others get their turn.
+// maxBatches bounds how much is read of one wire before others get their turn.
 const maxBatches = 4
 
-// read reads what a sandbox has sent. It never waits.
+// read reads the messages that a sandbox has sent. It never waits.
 func (w *Wire) read(in *input) {
 	var rest time.Duration
 	for range maxBatches {
@@ -52,24 +52,25 @@ func (w *Wire) read(in *input) {
 	w.doneReading(rest, false)
 }
 
-// readFailed handles an error that the socket had in store, as ECONNRESET of an other
-// end that was closed with frames unread. An error that stays is the wire's end.
+// readFailed handles an error that the socket had stored. ECONNRESET, for example,
+// means that the other end was closed with frames unread. An error that stays is the
+// end of the wire.
 func (w *Wire) readFailed(first error) {
 	var probe [1]byte
 	_, _, err := unix.Recvfrom(w.fd, probe[:], unix.MSG_DONTWAIT|unix.MSG_PEEK)
 	w.doneReading(0, err != nil && !errors.Is(err, unix.EAGAIN) && errors.Is(err, first))
 }
 
-// packet is an IP packet of a sandbox, checked as far as its IP header goes.
+// packet is an IP packet from a sandbox, checked up to and including its IP header.
 type packet struct {
-	// all is the packet without padding, payload what follows the IP header.
+	// all is the packet without padding, and payload is its part after the IP header.
 	all, payload []byte
 	from, to     netip.Addr
 	protocol     uint8
-	// in and i say where it was read.
+	// in and i locate the message in the input that it was read into.
 	in *input
 	i  int
-	// segmented is whether it is a long TCP segment.
+	// segmented says whether it is a long TCP segment.
 	segmented bool
 }
 
@@ -132,7 +133,7 @@ func (p *packet) parse4(b []byte) (Drop, bool) {
 	if headers != header.IPv4MinimumSize {
 		return DropOptions, false
 	}
-	if binary.BigEndian.Uint16(b[6:])&0x3fff != 0 { // more fragments, or an offset
+	if binary.BigEndian.Uint16(b[6:])&0x3fff != 0 { // more fragments follow, or this one has an offset
 		return DropFragment, false
 	}
 	p.all, p.payload = b[:size], b[headers:size]
@@ -168,13 +169,13 @@ func (w *Wire) isGateway(a netip.Addr) bool {
 	return a == w.cfg.Gateway || a.Is6() && a == w.cfg.Gateway6
 }
 
-// isResolver says whether DNS is served at an address. The gateway's other ports are
-// the Outside's to refuse, which logs it.
+// isResolver says whether DNS is served at an address. The Outside refuses
+// connections to the gateway's other ports, and logs them.
 func (w *Wire) isResolver(to netip.AddrPort) bool {
 	return to.Port() == portDNS && w.isGateway(to.Addr())
 }
 
-// packet handles an IP packet. group is whether its frame went to a group of MACs.
+// packet handles an IP packet. group says whether its frame went to a group of MACs.
 func (w *Wire) packet(p *packet, group bool) {
 	if p.protocol == protocolICMPv6 && p.to.Is6() && w.neighbour(p) {
 		return
@@ -202,14 +203,15 @@ func (w *Wire) packet(p *packet, group bool) {
 	}
 }
 
-// martian reports whether no packet on a wire can be for a. Policies need not know:
-// netstack would not answer them either.
+// martian reports whether a is an address that no packet on a wire can have as its
+// destination. Policies need not know such addresses. netstack would not answer them
+// either.
 func martian(a netip.Addr) bool {
 	return a.IsUnspecified() || a.IsLoopback() || a.Is4In6() || a.Is4() && a.As4()[0] == 0
 }
 
-// segment handles a TCP segment: a connection's goes to netstack, a first one has the
-// Outside dial, any other is reset.
+// segment handles a TCP segment. A segment of a connection goes to netstack, a first
+// segment makes the Outside dial, and any other is reset.
 func (w *Wire) segment(p *packet) {
 	if len(p.payload) < header.TCPMinimumSize {
 		w.drop(DropMalformed)
@@ -242,7 +244,7 @@ func (w *Wire) segment(p *packet) {
 	case c != nil && flags&header.TCPFlagRst != 0:
 		c.cancel() // the sandbox has given up while we were dialling
 	case c != nil || flags&header.TCPFlagRst != 0:
-		w.drop(DropStray) // the SYN again, or a RST for what we do not know
+		w.drop(DropStray) // the SYN again, or a RST for an unknown connection
 	case !first:
 		w.answer(w.resetFor(p.all))
 	default:

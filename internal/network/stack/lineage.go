@@ -10,22 +10,24 @@ import (
 const (
 	// maxEnded bounds the ended connections that a Mark remembers.
 	maxEnded = 1 << 16
-	// A sandbox may not have seen yet that a connection was reset: the RST may still
-	// be on the wire. So the last maxReset that were reset within resetAge count as
-	// open for those who collect, unless the wire has come to rest since.
+	// maxReset and resetAge are for resets that a sandbox may not have seen yet,
+	// because the RST may still be on the wire. So Collect counts the last maxReset
+	// connections that were reset within resetAge as open, unless the wire has come
+	// to rest since.
 	maxReset = 1 << 10
 	resetAge = 5 * time.Second
 )
 
 // Mark is an instant from which on a wire remembers the connections that end. A
-// capture of the sandbox happens at an instant that the wire does not know; Mark
-// before it and Collect after it find all connections that can be in it.
+// capture of the sandbox happens at an instant that the wire does not know. With Mark
+// before the capture and Collect after it, the wire finds all connections that the
+// capture may contain.
 type Mark struct {
 	w     *Wire
 	ended map[Tuple]struct{}
 }
 
-// lineage is what a wire knows for the copies of its sandbox; Wire.mu protects it.
+// lineage is a wire's data for copies of its sandbox. Wire.mu protects it.
 type lineage struct {
 	marks map[*Mark]struct{}
 	reset []resetTuple
@@ -36,7 +38,7 @@ type resetTuple struct {
 	at    tcpip.MonotonicTime
 }
 
-// Mark begins to remember. Each Mark is collected, or forgotten by Collect.
+// Mark begins to remember ended connections. The caller ends each Mark with Collect.
 func (w *Wire) Mark() *Mark {
 	m := &Mark{w: w, ended: map[Tuple]struct{}{}}
 	w.mu.Lock()
@@ -75,7 +77,7 @@ func (m *Mark) Collect() []Tuple {
 	return all
 }
 
-// ended notes that a connection is over; the caller holds w.mu.
+// ended records the end of a connection. The caller holds w.mu.
 func (w *Wire) ended(t Tuple, reset bool) {
 	for m := range w.marks {
 		if len(m.ended) < maxEnded {
@@ -92,7 +94,7 @@ func (w *Wire) ended(t Tuple, reset bool) {
 	w.reset = append(w.reset, resetTuple{t, w.clock.NowMonotonic()})
 }
 
-// forgetResets drops resets that are old; the caller holds w.mu.
+// forgetResets drops old resets. The caller holds w.mu.
 func (w *Wire) forgetResets() {
 	now := w.clock.NowMonotonic()
 	young := slices.IndexFunc(w.reset, func(r resetTuple) bool { return now.Sub(r.at) < resetAge })
@@ -104,9 +106,10 @@ func (w *Wire) forgetResets() {
 }
 
 // ResetInherited makes the sandbox, a copy of another one, give up the connections
-// that it has from there. For each it gets an ACK out of the blue. Its kernel answers
-// with what it expects, which draws a RST that fits: a program inside that only reads
-// sees ECONNRESET, too. Connections that the sandbox has opened itself are left alone.
+// that it has inherited. For each connection it gets an unexpected ACK. Its kernel
+// answers with the sequence number that it expects, and the wire answers that with a
+// RST that fits. So even a program inside that only reads sees ECONNRESET.
+// Connections that the sandbox has opened itself are not touched.
 func (w *Wire) ResetInherited(tuples []Tuple) {
 	w.mu.Lock()
 	own := make([]Tuple, 0, len(tuples))

@@ -5,34 +5,39 @@ import (
 	"fmt"
 )
 
-// What all wires of a poller take together is bounded, too: a process that its kernel
-// kills for want of memory cuts off every sandbox it serves, and one without descriptors
-// can neither take a wire nor be told anything.
+// The resources that all wires of a poller use together are bounded, too. If the
+// kernel kills the process for want of memory, every sandbox that it serves is cut
+// off. Without descriptors the process can neither take a wire nor receive one with a
+// request.
 const (
-	// maxMemory is for all connections and flows. A netd may have 1 GiB (package netproc), a
-	// part of which are the buffers of its sockets, which nobody counts here.
+	// maxMemory bounds the memory of all connections and flows. A netd may have 1 GiB
+	// (package netproc). A part of that are the buffers of its sockets, which are not
+	// counted here.
 	maxMemory = 640 << 20
-	// connMemory is what a connection takes besides its reserved buffers, if neither side
-	// reads: the smallest buffers, what is being copied, goroutines.
+	// connMemory is the memory of a connection besides its reserved buffers, if
+	// neither side reads: the smallest buffers, the bytes being copied, goroutines.
 	connMemory = 192 << 10
-	// flowMemory is what a flow takes besides its datagrams: two goroutines, a timer.
+	// flowMemory is the memory of a flow besides its datagrams: two goroutines, a
+	// timer.
 	flowMemory = 20 << 10
 )
 
 // ErrBusy says that the process has no room for a further wire.
 var ErrBusy = errors.New("no room for a further wire")
 
-// usage is what connections and flows have taken.
+// usage counts the resources of connections and flows.
 type usage struct{ memory, descriptors int }
 
-// fits says whether something more fits into the share of somebody who has own of all
-// that is taken of most: three quarters of what others leave, so that there is always some.
+// fits says whether more still fits into one wire's share. The wire has own of all
+// that is taken of most. Its share is three quarters of the amount that others leave,
+// so that some is always left.
 func fits(own, more, all, most int) bool {
 	return more == 0 || own+more <= (most-(all-own))/4*3
 }
 
-// charge takes what a connection or a flow needs, if there is so much; the caller holds
-// w.mu. A quarter of the descriptors is left to wires, which take one each.
+// charge takes the resources of a connection or a flow, if enough are left. The
+// caller holds w.mu. A quarter of the descriptors is reserved for wires, which take
+// one each.
 func (w *Wire) charge(need usage) bool {
 	p := w.poller
 	p.mu.Lock()
@@ -46,14 +51,14 @@ func (w *Wire) charge(need usage) bool {
 	return true
 }
 
-// release gives back what was taken; the caller holds w.mu.
+// release returns resources. The caller holds w.mu.
 func (w *Wire) release(u usage) {
 	w.poller.mu.Lock()
 	defer w.poller.mu.Unlock()
 	w.take(usage{-u.memory, -u.descriptors})
 }
 
-// take counts what is taken; the caller holds w.mu and w.poller.mu.
+// take counts resources as taken. The caller holds w.mu and w.poller.mu.
 func (w *Wire) take(u usage) {
 	for _, of := range []*usage{&w.used, &w.poller.used} {
 		of.memory += u.memory
@@ -61,7 +66,7 @@ func (w *Wire) take(u usage) {
 	}
 }
 
-// chargeWire finds out whether a wire has a descriptor; the caller holds p.mu.
+// chargeWire checks that a descriptor is left for a wire. The caller holds p.mu.
 func (p *Poller) chargeWire() error {
 	if taken := p.used.descriptors + len(p.wires); taken >= p.maxDescriptors {
 		return fmt.Errorf("%w: all %d descriptors of wires, connections and flows are taken", ErrBusy, taken)
@@ -69,10 +74,10 @@ func (p *Poller) chargeWire() error {
 	return nil
 }
 
-// chargeBuffers takes the memory of a connection's two buffers of size bytes each, or of
-// smaller ones; the caller holds w.mu. All buffers have half of the memory: the rest is for
-// more connections. It returns their size, or 0 if only the smallest
-// are possible, which connMemory has counted.
+// chargeBuffers takes the memory of a connection's two buffers of size bytes each, or
+// of smaller ones. The caller holds w.mu. All buffers share half of the memory, and
+// the other half is for more connections. It returns the size of a buffer. It returns
+// 0 if only the smallest buffers are possible, which connMemory has counted already.
 func (w *Wire) chargeBuffers(size int) int {
 	p := w.poller
 	p.mu.Lock()
@@ -86,7 +91,8 @@ func (w *Wire) chargeBuffers(size int) int {
 	return size
 }
 
-// releaseBuffers gives back what chargeBuffers has taken; the caller holds w.mu.
+// releaseBuffers returns the memory that chargeBuffers has taken. The caller holds
+// w.mu.
 func (w *Wire) releaseBuffers(size int) {
 	w.poller.mu.Lock()
 	defer w.poller.mu.Unlock()
@@ -102,7 +108,7 @@ func (i *insideConn) Reserve(bytes int) (release func(), ok bool) {
 	if bytes < 0 || !c.w.charge(usage{memory: bytes}) {
 		return nil, false
 	}
-	given := false // Wire.mu protects it
+	given := false // protected by Wire.mu
 	return func() {
 		c.w.mu.Lock()
 		defer c.w.mu.Unlock()

@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// TestMemoryOfAll shows that a sandbox with many connections leaves memory for others, that
-// the next connection is refused, and that ended ones take none.
+// TestMemoryOfAll: a sandbox with many connections leaves memory for others. Its next
+// connection is refused, and ended connections take no memory.
 func TestMemoryOfAll(t *testing.T) {
 	p := newPoller(t)
 	p.maxMemory = 16 * connMemory

@@ -12,14 +12,15 @@ import (
 )
 
 const (
-	// headLen is how much of a message comes before the IP packet.
+	// headLen is how many bytes of a message precede the IP packet.
 	headLen = wire.HeaderLen + wire.EthernetLen
 	// batch is how many messages are read with one system call.
 	batch = 8
-	// maxPacket is the room for an IP packet: the largest that buffer has a pool for.
+	// maxPacket is the room for an IP packet. It is the largest size that package
+	// buffer pools.
 	maxPacket = 1 << 16
-	// keepPacket is the size from which a packet keeps the memory that it was read
-	// into. A smaller one is copied, since a connection may hold it for long.
+	// keepPacket is the size from which on a packet keeps the memory that it was read
+	// into. A smaller packet is copied, since a connection may hold it for long.
 	keepPacket = maxPacket / 2
 )
 
@@ -30,7 +31,7 @@ type mmsghdr struct {
 	_   [4]byte
 }
 
-// input is what one goroutine reads messages into.
+// input is the memory into which one goroutine reads messages.
 type input struct {
 	heads   [batch][headLen]byte
 	packets [batch]*buffer.View
@@ -64,11 +65,11 @@ func (in *input) release() {
 	}
 }
 
-// receive reads messages until there are none, at most batch.
+// receive reads the available messages, at most batch.
 func (in *input) receive(fd int) (int, error) {
 	for {
-		// Invariant: headers point to vectors, and these to heads and packets, all of
-		// which in keeps alive and none of which moves.
+		// Invariant: headers point to vectors, and vectors to heads and packets. in
+		// keeps all of them alive, and they do not move.
 		n, _, errno := unix.Syscall6(unix.SYS_RECVMMSG, uintptr(fd), uintptr(unsafe.Pointer(&in.headers[0])),
 			batch, unix.MSG_DONTWAIT, 0, 0)
 		switch {
@@ -80,8 +81,8 @@ func (in *input) receive(fd int) (int, error) {
 	}
 }
 
-// message returns message i: the bytes before the packet and the packet. It is nil
-// if the message is too short or too long to be one.
+// message returns message i: the bytes before the packet, and the packet. It returns
+// nil if the message is too short or too long.
 func (in *input) message(i int) (head, packet []byte) {
 	n := int(in.headers[i].len)
 	if n < headLen || in.headers[i].hdr.Flags&unix.MSG_TRUNC != 0 {
@@ -90,9 +91,10 @@ func (in *input) message(i int) (head, packet []byte) {
 	return in.heads[i][:], in.packets[i].AsSlice()[:n-headLen]
 }
 
-// take returns the first n bytes of packet i, of which the first are headers. The caller
-// owns them. Headers are apart: netstack holds on to a copy of them and then looks at them
-// again, by which it would copy all that is in the same memory.
+// take returns the first n bytes of packet i; the first headers bytes of these are
+// its headers. The caller owns the result. The headers are in memory of their own:
+// netstack keeps a copy of them and reads them again later, which would copy
+// everything in the same memory.
 func (in *input) take(i, headers, n int) buffer.Buffer {
 	packet := in.packets[i].AsSlice()[:n]
 	all := buffer.MakeWithView(buffer.NewViewWithData(packet[:headers]))
@@ -117,7 +119,8 @@ func sendMessage(fd int, vectors []unix.Iovec) error {
 	h := unix.Msghdr{Iov: &vectors[0]}
 	h.SetIovlen(len(vectors))
 	for {
-		// Invariant: h points to vectors, which the caller keeps alive, and which stay.
+		// Invariant: h points to vectors, which the caller keeps alive and which do
+		// not move.
 		_, _, errno := unix.Syscall(unix.SYS_SENDMSG, uintptr(fd), uintptr(unsafe.Pointer(&h)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
 		switch {
 		case errno == 0:

@@ -7,8 +7,8 @@ import (
 	"gvisor.dev/gvisor/pkg/buffer"
 )
 
-// TestTake shows that what netstack gets of a packet is all of it, and that the memory of
-// its headers holds nothing else: netstack copies what is in it.
+// TestTake: netstack gets the whole packet. The memory of the packet's headers
+// contains nothing else, because netstack copies all of it.
 func TestTake(t *testing.T) {
 	const headers = 52
 	for _, size := range []int{headers, headers + 1, 1500, keepPacket - 1, keepPacket, maxPacket} {

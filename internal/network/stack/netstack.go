@@ -18,25 +18,25 @@ import (
 
 const (
 	nic tcpip.NICID = 1
-	// minBuffer is the size of each of a connection's two buffers at least,
-	// maxBuffer at most.
+	// minBuffer and maxBuffer bound the size of each of a connection's two buffers.
 	minBuffer = 16 << 10
 	maxBuffer = 1 << 20
-	// bufferShare is which part of the room that is left a new connection gets.
+	// bufferShare is the inverse of the share of the remaining room that a new
+	// connection gets.
 	bufferShare = 64
 	// startBuffer is the receive buffer during the handshake.
 	startBuffer = 64 << 10
 )
 
-// netstack is gVisor's TCP/IP for the connections of one sandbox. It speaks TCP only:
-// everything else on the wire is answered by hand.
+// netstack is gVisor's TCP/IP stack for the connections of one sandbox. It handles
+// only TCP. Everything else on the wire is answered by hand.
 type netstack struct {
 	w     *Wire
 	stack *stack.Stack
 	link  *link
 }
 
-// newNetstack makes a stack that takes every address for its own.
+// newNetstack makes a stack that accepts every address as its own.
 func newNetstack(w *Wire) *netstack {
 	n := &netstack{w: w}
 	n.link = &link{w: w, stack: n}
@@ -49,12 +49,12 @@ func newNetstack(w *Wire) *netstack {
 		Clock:              w.clock,
 	})
 	n.setOptions()
-	// The forwarder comes before the interface: without it, SYNs would be reset.
+	// The forwarder comes before the interface. Otherwise SYNs would be reset.
 	forwarder := tcp.NewForwarder(n.stack, startBuffer, w.cfg.Limits.Connections+1, w.forwarded)
 	n.stack.SetTransportProtocolHandler(tcp.ProtocolNumber, func(id stack.TransportEndpointID, p *stack.PacketBuffer) bool {
 		return w.offer(forwarder, id, p)
 	})
-	// These can fail only for an interface that exists twice or not at all.
+	// These calls fail only if the interface exists already or not at all.
 	must(n.stack.CreateNIC(nic, n.link))
 	must(n.stack.SetPromiscuousMode(nic, true))
 	must(n.stack.SetSpoofing(nic, true))
@@ -73,23 +73,24 @@ func must(err tcpip.Error) {
 
 func (n *netstack) setOptions() {
 	// The handshake announces a window scale for the largest buffer, not for
-	// startBuffer: without it no window would ever be larger than 128 KiB. As soon as
-	// a connection is told the size of its buffers, netstack leaves them alone.
+	// startBuffer. Otherwise no window could exceed 128 KiB. Once the size of a
+	// connection's buffers is set, netstack does not change them.
 	moderate := tcpip.TCPModerateReceiveBufferOption(true)
 	sack := tcpip.TCPSACKEnabled(true)
-	// It neither loses nor reorders, so a late answer means that the sandbox has not run,
-	// as on a busy host. RACK and its probes would take that for a loss, send again what is
-	// on the way, and shrink the window.
+	// The wire neither loses nor reorders frames, so a late answer means that the
+	// sandbox has not run, as on a busy host. RACK and its probes would take that for
+	// a loss, retransmit segments that are on the way, and shrink the window.
 	recovery := tcpip.TCPRecovery(0)
-	// The wire neither loses nor reorders: nothing of a connection comes late.
+	// The wire neither loses nor reorders frames, so no segment of a connection comes
+	// late.
 	timeWait := tcpip.TCPTimeWaitTimeoutOption(0)
 	receive := tcpip.TCPReceiveBufferSizeRangeOption{Min: minBuffer, Default: startBuffer, Max: maxBuffer}
 	send := tcpip.TCPSendBufferSizeRangeOption{Min: minBuffer, Default: startBuffer, Max: maxBuffer}
 	linger := tcpip.TCPLingerTimeoutOption(n.w.cfg.Limits.Linger)
 	// 31 seconds for the sandbox to complete a handshake.
 	retries := tcpip.TCPSynRetriesOption(4)
-	// A sandbox whose program does not read is asked this often, so that linger hears
-	// of it in time.
+	// A sandbox whose program does not read is probed this often, so that linger
+	// hears from it in time.
 	probe := tcpip.TCPMaxRTOOption(min(20*time.Second, n.w.cfg.Limits.Linger/3))
 	fastest := tcpip.TCPMinRTOOption(min(tcp.MinRTO, time.Duration(probe)))
 	for _, o := range []tcpip.SettableTransportProtocolOption{&moderate, &sack, &recovery, &timeWait, &receive, &send, &linger, &retries, &fastest, &probe} {
@@ -97,7 +98,7 @@ func (n *netstack) setOptions() {
 	}
 }
 
-// deliver hands an IP packet to the stack, which owns it from then on.
+// deliver hands an IP packet to the stack, which then owns it.
 func (n *netstack) deliver(six bool, packet buffer.Buffer) {
 	protocol := header.IPv4ProtocolNumber
 	if six {
@@ -135,7 +136,7 @@ func addressOf(a tcpip.Address) netip.Addr {
 	return addr
 }
 
-// link is netstack's view of the wire. There are no neighbours to find: all frames go
+// link is netstack's view of the wire. It needs no neighbour discovery: all frames go
 // from the gateway's MAC to the sandbox's.
 type link struct {
 	w     *Wire
@@ -163,13 +164,13 @@ func (l *link) Close()                                  {}
 func (l *link) SetOnCloseAction(func())                 {}
 func (l *link) SupportedGSO() stack.SupportedGSO        { return stack.HostGSOSupported }
 
-// GSOMaxSize is the largest packet. With 65536 netstack would make some that no IP
-// header has a length for.
+// GSOMaxSize is the largest packet. With 65536 netstack would make packets that are
+// too long for the length field of an IP header.
 func (l *link) GSOMaxSize() uint32 { return 65535 }
 
-// Capabilities says that checksums of what arrives need no look. It does not say that
-// those of what leaves can be omitted: netstack would send segments without data
-// with a checksum of zero, and nobody would know.
+// Capabilities says that checksums of received packets need no check. It does not say
+// that checksums of sent packets can be omitted: netstack would then send segments
+// without data with a checksum of zero, which would go unnoticed.
 func (l *link) Capabilities() stack.LinkEndpointCapabilities {
 	return stack.CapabilityRXChecksumOffload
 }
@@ -180,8 +181,8 @@ func (l *link) Attach(d stack.NetworkDispatcher) {
 	}
 }
 
-// WritePackets sends packets, and waits while the wire is full. It is called by
-// goroutines of this stack only, never by a poller.
+// WritePackets sends packets, and waits while the wire is full. Only goroutines of
+// this stack call it, never a poller.
 func (l *link) WritePackets(list stack.PacketBufferList) (int, tcpip.Error) {
 	n := 0
 	for _, p := range list.AsSlice() {
@@ -232,9 +233,9 @@ func (l *link) write(p *stack.PacketBuffer) {
 	}
 }
 
-// abandon ends the handshake that p answers. Close ends all that it finds; this one
-// has begun since, and would go on for a minute. Its connection's goroutine runs, so
-// that Close waits for this one, too.
+// abandon ends the handshake that p answers. Close ends the handshakes that it finds.
+// This one has begun since, and would go on for a minute. Its connection's goroutine
+// runs, so Close waits for the goroutine started here, too.
 func (l *link) abandon(p *stack.PacketBuffer) {
 	ip, ports := p.Network(), header.TCP(p.TransportHeader().Slice())
 	t := Tuple{

@@ -12,7 +12,7 @@ import (
 	"agentrun.dev/internal/network/networktest"
 )
 
-// fill makes a wire full: a sandbox asks, and does not read what it is answered.
+// fill fills a wire: a sandbox asks, and does not read the answers.
 func (h *hostile) fill(t *testing.T) {
 	t.Helper()
 	ping := arpFrame(config.MAC, config.Address, config.Gateway)
@@ -32,8 +32,8 @@ func (h *hostile) send(t *testing.T, frame []byte) {
 	}
 }
 
-// TestQuestionsOfNoReader shows that a sandbox which asks DNS and never reads the
-// answers has no more goroutines than questions that it may ask at once.
+// TestQuestionsOfNoReader: a sandbox that asks DNS and never reads the answers has no
+// more goroutines than the number of questions that it may ask at once.
 func TestQuestionsOfNoReader(t *testing.T) {
 	h := newHostile(t, sink{}, func(c *Config) { c.Limits.Queries = 8 })
 	h.fill(t)
@@ -54,7 +54,8 @@ func TestQuestionsOfNoReader(t *testing.T) {
 	}
 }
 
-// stuck is an Outside whose connections go on until they are closed, whatever happens inside.
+// stuck is an Outside whose connections last until they are closed, whatever happens
+// inside.
 type stuck struct{ sink }
 
 type stuckRemote struct {
@@ -70,8 +71,9 @@ func (stuck) DialTCP(context.Context, netip.AddrPort, netip.AddrPort) (Remote, e
 	return stuckRemote{ctx, cancel}, nil
 }
 
-// TestResetsOfNoReader shows that a sandbox which never reads, and sends segments of a
-// connection that it has reset, does not hold those up who read the wires of others.
+// TestResetsOfNoReader: a sandbox that never reads, and sends segments of a
+// connection that it has reset, does not block the goroutines that read the wires of
+// others.
 func TestResetsOfNoReader(t *testing.T) {
 	p := newPoller(t)
 	for range maxWorkers {

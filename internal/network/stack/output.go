@@ -8,21 +8,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxAnswers bounds the answers by hand that wait for room on a wire.
+// maxAnswers bounds the handmade answers that wait for room on a wire.
 const maxAnswers = 64
 
-// output is the writing half of a wire.
+// output is the sending half of a wire.
 type output struct {
-	// mu protects all following fields. It is held for no longer than a message
-	// takes to be copied into the socket.
+	// mu protects all following fields. It is held no longer than it takes to copy a
+	// message into the socket.
 	mu sync.Mutex
 	// room is signalled when the socket may have room.
 	room   sync.Cond
 	closed bool
 	// waiting is how many goroutines wait for room.
 	waiting int
-	// answers are messages that go first, inherited are connections whose ACKs out
-	// of the blue go after them.
+	// answers are messages that are sent first. inherited are connections whose
+	// unexpected ACKs are sent after them.
 	answers   [][]byte
 	inherited []Tuple
 }
@@ -35,7 +35,7 @@ func (o *output) close() {
 	o.room.Broadcast()
 }
 
-// writable is called by the poller when there is room again.
+// writable sends waiting messages. The poller calls it when there is room again.
 func (w *Wire) writable() {
 	w.tx.mu.Lock()
 	defer w.tx.mu.Unlock()
@@ -44,8 +44,8 @@ func (w *Wire) writable() {
 	}
 }
 
-// flush sends what waits without a goroutine, and reports whether all of it went;
-// the caller holds tx.mu.
+// flush sends the messages that wait without a goroutine, and reports whether all
+// were sent. The caller holds tx.mu.
 func (w *Wire) flush() bool {
 	for len(w.tx.answers) > 0 {
 		if !w.try(vectorsOf(w.tx.answers[0]), len(w.tx.answers[0])) {
@@ -75,8 +75,8 @@ func vectorsOf(b []byte) []unix.Iovec {
 	return v
 }
 
-// try sends one message of n bytes. It reports false if there is no room, and has
-// the poller tell when there is; the caller holds tx.mu.
+// try sends one message of n bytes. If there is no room, it reports false and makes
+// the poller call writable later. The caller holds tx.mu.
 func (w *Wire) try(vectors []unix.Iovec, n int) bool {
 	if w.tx.closed {
 		return true
@@ -91,7 +91,7 @@ func (w *Wire) try(vectors []unix.Iovec, n int) bool {
 		w.armWriters()
 		return false
 	case errors.Is(err, unix.ENOBUFS), errors.Is(err, unix.ENOMEM):
-		w.drop(DropFull) // the host is out of memory, and epoll would not tell when it has some
+		w.drop(DropFull) // the host is out of memory, and epoll does not report when it has some again
 		return true
 	default:
 		w.drop(DropGone)
@@ -99,7 +99,7 @@ func (w *Wire) try(vectors []unix.Iovec, n int) bool {
 	}
 }
 
-// answer sends a message that was made by hand. It never waits.
+// answer sends a handmade message. It never waits.
 func (w *Wire) answer(message []byte) {
 	w.down.take(len(message))
 	w.tx.mu.Lock()
@@ -126,7 +126,7 @@ func (w *Wire) transmit(vectors []unix.Iovec, n int) {
 		w.tx.room.Wait()
 		w.tx.waiting--
 	}
-	// Those who wait are woken one by one, as each finds room.
+	// Waiting goroutines are woken one by one, as each finds room.
 	if w.tx.waiting > 0 {
 		w.tx.room.Signal()
 	}

@@ -16,12 +16,12 @@ import (
 	"gvisor.dev/gvisor/pkg/tcpip"
 )
 
-// loopback is an Outside that leads to servers of the test on the host's loopback,
-// whatever address the sandbox asks for, at the same port.
+// loopback is an Outside that leads to the test's servers on the host's loopback, at
+// the same port, whatever address the sandbox asks for.
 type loopback struct {
-	// refuse and drop are ports that are refused, or unreachable.
+	// refuse and unreachable are ports that are refused and unreachable.
 	refuse, unreachable uint16
-	// block is a port whose dialling lasts until its context ends.
+	// block is a port whose dial lasts until its context ends.
 	block uint16
 	dials chan netip.AddrPort
 
@@ -81,7 +81,8 @@ func (o *loopback) ServeDNS(_ context.Context, query []byte, tcp bool) []byte {
 	return o.answers(query, tcp)
 }
 
-// newPoller starts a poller that is closed, with all that it left behind, at the end.
+// newPoller starts a poller. At the end of the test it is closed and must leave
+// nothing behind.
 func newPoller(t testing.TB) *Poller {
 	t.Helper()
 	p, err := NewPoller(32 << 10)
@@ -97,7 +98,7 @@ func newPoller(t testing.TB) *Poller {
 	return p
 }
 
-// nothingLeft fails if goroutines of this package, or anything of netstack, are left.
+// nothingLeft fails if goroutines of this package, or any part of netstack, are left.
 func nothingLeft(t testing.TB) {
 	t.Helper()
 	deadline := time.Now().Add(patience)
@@ -149,10 +150,11 @@ func serve(t testing.TB, handle func(*net.TCPConn)) uint16 {
 	return uint16(l.Addr().(*net.TCPAddr).Port)
 }
 
-// patience is how long tests wait for what is to happen: a busy host may be slow.
+// patience is how long tests wait for an expected event, because a busy host may be
+// slow.
 const patience = time.Minute
 
-// eventually waits for what no event tells.
+// eventually waits for a condition without an event.
 func eventually(t testing.TB, what string, is func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); !is(); runtime.Gosched() {

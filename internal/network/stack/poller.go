@@ -12,9 +12,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Poller reads the wires of a process: one epoll, and a few goroutines that take
-// turns at it. None of them sits in a system call while nothing happens, since
-// epoll's own descriptor is watched by Go's runtime.
+// Poller reads the wires of a process, with one epoll and a few goroutines that take
+// turns. While nothing happens, no goroutine blocks in a system call, because Go's
+// runtime watches the epoll's own descriptor.
 type Poller struct {
 	epoll *os.File
 	raw   syscall.RawConn
@@ -24,19 +24,19 @@ type Poller struct {
 	wires  map[int32]*Wire
 	lastID int32
 	closed bool
-	// used is what the connections and flows of all wires have taken, buffers the part of
-	// its memory that connections have reserved for their buffers.
+	// used counts the resources of the connections and flows of all wires. buffers is
+	// the part of its memory that connections have reserved for buffers.
 	used                               usage
 	buffers, maxMemory, maxDescriptors int
 
 	wg sync.WaitGroup
 }
 
-// maxWorkers bounds the goroutines of a poller. Each has 512 KiB to read frames into.
+// maxWorkers bounds the goroutines of a poller. Each has 512 KiB for reading frames.
 const maxWorkers = 4
 
-// NewPoller starts a poller. Its wires, with their connections and flows, have at most so
-// many descriptors together. Close ends it.
+// NewPoller starts a poller. Its wires, with their connections and flows, may use at
+// most this many descriptors together. Close ends it.
 func NewPoller(descriptors int) (*Poller, error) {
 	fd, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
 	if err != nil {
@@ -74,8 +74,8 @@ func (p *Poller) Close() error {
 	return err
 }
 
-// work is one of the goroutines. The RawConn lets one of them wait at a time; the
-// next takes its place as soon as that one has something to do.
+// work is the loop of one goroutine. The RawConn lets one goroutine wait at a time.
+// The next takes its place as soon as that one has work.
 func (p *Poller) work() {
 	defer p.wg.Done()
 	in := newInput()
@@ -89,7 +89,7 @@ func (p *Poller) work() {
 			return err == nil && n > 0 || err != nil && !errors.Is(err, unix.EINTR)
 		})
 		if err != nil || n <= 0 {
-			return // the epoll is closed: nothing else makes epoll_wait fail
+			return // the epoll is closed: epoll_wait has no other errors
 		}
 		for _, e := range events[:n] {
 			p.mu.Lock()
@@ -102,7 +102,7 @@ func (p *Poller) work() {
 	}
 }
 
-// add registers w, which is not read before its poll state is armed.
+// add registers w. The wire is read once its poll state is armed.
 func (p *Poller) add(w *Wire) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -132,33 +132,33 @@ func (p *Poller) remove(w *Wire) {
 func (p *Poller) control(op, fd int, id int32, events uint32) error {
 	var result error
 	err := p.raw.Control(func(epoll uintptr) {
-		// The kernel gives the wire's id back, in the field that is called Fd.
+		// The kernel returns the wire's id, in the field that is named Fd.
 		result = unix.EpollCtl(int(epoll), op, fd, &unix.EpollEvent{Events: events, Fd: id})
 	})
 	return errors.Join(err, result)
 }
 
-// pollState is a wire's entry in epoll. It is one-shot: after an event it is quiet
-// until it is armed again, so that one goroutine at a time reads a wire.
+// pollState is a wire's entry in epoll. It is one-shot: after an event it is silent
+// until it is armed again, so that only one goroutine at a time reads a wire.
 type pollState struct {
-	// id is what the poller knows the wire by. It does not change.
+	// id identifies the wire to the poller. It does not change.
 	id int32
 
 	// mu protects all following fields.
 	mu sync.Mutex
 	// idle is signalled when reading becomes false.
 	idle sync.Cond
-	// reading is set while a goroutine reads the wire, resting while the sandbox has
-	// sent more than its rate allows.
+	// reading is set while a goroutine reads the wire. resting is set while the
+	// sandbox has sent more than its rate allows.
 	reading, resting bool
-	// writers is set while somebody waits for room.
+	// writers is set while a goroutine waits for room.
 	writers bool
-	// closed is set when no event is of interest any more. dead is set when the
-	// socket only fails; it would fail in a loop.
+	// closed is set when no event matters any more. dead is set when every call on
+	// the socket fails, since reading it again would fail in a loop.
 	closed, dead bool
 }
 
-// arm asks epoll for what is of interest; the caller holds poll.mu.
+// arm asks epoll for the events that matter. The caller holds poll.mu.
 func (w *Wire) arm() {
 	events := uint32(unix.EPOLLONESHOT)
 	if !w.poll.reading && !w.poll.resting {
@@ -170,7 +170,7 @@ func (w *Wire) arm() {
 	if w.poll.closed || w.poll.dead {
 		return
 	}
-	// It fails only when the poller is closed, and then nothing is waited for.
+	// It fails only when the poller is closed, and then no event is awaited.
 	_ = w.poller.control(unix.EPOLL_CTL_MOD, w.fd, w.poll.id, events)
 }
 
@@ -211,8 +211,9 @@ func (w *Wire) ready(events uint32, in *input) {
 	}
 }
 
-// doneReading arms the wire again after its reader is done, or, if the sandbox has
-// sent more than it may, after a rest. A dead wire is not armed again.
+// doneReading arms the wire again when its reader is done. If the sandbox has sent
+// more than its rate allows, it arms the wire after a rest. A dead wire is not armed
+// again.
 func (w *Wire) doneReading(rest time.Duration, dead bool) {
 	w.poll.mu.Lock()
 	defer w.poll.mu.Unlock()
@@ -233,7 +234,7 @@ func (w *Wire) rested() {
 	w.arm()
 }
 
-// stopPolling returns when no goroutine of the poller uses w any more.
+// stopPolling waits until no goroutine of the poller uses w any more.
 func (w *Wire) stopPolling() {
 	w.poll.mu.Lock()
 	w.poll.closed = true

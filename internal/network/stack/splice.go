@@ -13,37 +13,38 @@ import (
 
 // Counters count a connection's bytes while it runs.
 type Counters struct {
-	// Sent are the bytes from the sandbox to the outside, Received those that came back.
+	// Sent counts the bytes from the sandbox to the outside, and Received the bytes
+	// that came back.
 	Sent, Received atomic.Int64
 }
 
-// copyBuffer is how much is copied at once: all that the longest segment from the sandbox
-// carries.
+// copyBuffer is how many bytes are copied at once: the payload of the longest segment
+// from the sandbox.
 const copyBuffer = 64 << 10
 
-// frameBuffer is how much is read from outside at once. With headers it fits into one
-// frame to the sandbox: 64 KiB would be a full frame and one of some fifty bytes behind it,
-// each time.
+// frameBuffer is how many bytes are read from outside at once. With headers they fit
+// into one frame to the sandbox. 64 KiB would need a full frame and a second one of
+// some fifty bytes each time.
 const frameBuffer = 63 << 10
 
-// copyBuffers are used while there is something to copy: a connection that waits
-// has none.
+// copyBuffers are used only while bytes are copied. A waiting connection has no
+// buffer.
 var copyBuffers = sync.Pool{New: func() any { return new([copyBuffer]byte) }}
 
-// End says how a connection ended.
+// End is the way in which a connection ended.
 type End uint8
 
-// The ends of connections.
+// The ways in which connections end.
 const (
-	// Ended connections were closed by both sides, each for its own direction.
+	// Ended: both sides closed the connection, each in its own direction.
 	Ended End = iota
 	ResetInside
 	ResetOutside
 )
 
-// Splice copies bytes both ways until both directions have ended, and closes both
-// sides. The end of one direction is passed on as such (half-close), a connection that
-// was reset on one side is reset on the other. Splice returns which side was first.
+// Splice copies bytes both ways until both directions have ended, and then closes
+// both sides. It passes the end of one direction on as a half-close. If one side is
+// reset, it resets the other. It returns the way in which the connection ended first.
 func Splice(inside Conn, outside net.Conn, n *Counters) End {
 	s := &splice{inside: inside, outside: outside}
 	done := make(chan struct{})
@@ -53,7 +54,7 @@ func Splice(inside Conn, outside net.Conn, n *Counters) End {
 	}()
 	s.direction(moverOf(inside, outside), outside, ResetInside, &n.Sent)
 	<-done
-	// Both directions have ended: nothing can be lost by these any more.
+	// Both directions have ended, so closing loses no data.
 	_ = inside.Close()
 	_ = outside.Close()
 	return s.end
@@ -63,11 +64,11 @@ type splice struct {
 	inside  Conn
 	outside net.Conn
 	once    sync.Once
-	end     End // is written by once
+	end     End // written through once
 }
 
-// direction copies one direction, and passes its end on. broken is what an error of
-// its source means; one of its destination means the other.
+// direction copies one direction, and passes its end on. broken is the End for an
+// error of its source. An error of its destination is the other End.
 func (s *splice) direction(m mover, to net.Conn, broken End, n *atomic.Int64) {
 	other := ResetInside + ResetOutside - broken
 	for {
@@ -90,7 +91,7 @@ func (s *splice) direction(m mover, to net.Conn, broken End, n *atomic.Int64) {
 	}
 }
 
-// mover moves bytes of one direction. It waits until there are some, or until the
+// mover moves bytes in one direction. It waits until there are bytes, or until the
 // destination takes some.
 type mover interface {
 	move() (n int, readErr, writeErr error)
@@ -99,7 +100,7 @@ type mover interface {
 func moverOf(from, to net.Conn) mover {
 	through := copied{sourceOf(from), to}
 	inside, fromInside := from.(*insideConn)
-	outside, toSocket := to.(*net.TCPConn) // and nothing that wraps one, whose Write may do more
+	outside, toSocket := to.(*net.TCPConn) // not a type that wraps a TCPConn, since its Write may do more
 	if fromInside && toSocket {
 		if raw, err := outside.SyscallConn(); err == nil {
 			return &direct{inside: inside, to: newRawSink(raw), full: through}
@@ -126,12 +127,12 @@ func (c copied) move() (n int, readErr, writeErr error) {
 	return n, readErr, writeErr
 }
 
-// direct moves bytes from where netstack has them to a socket, without a copy of them in
+// direct moves bytes from netstack's buffers to a socket without copying them in
 // between, as long as the socket takes them at once.
 type direct struct {
 	inside *insideConn
 	to     *rawSink
-	// full waits for a socket that has no room.
+	// full waits when the socket has no room.
 	full mover
 }
 
@@ -141,7 +142,7 @@ func (d *direct) move() (n int, readErr, writeErr error) {
 	n, err := d.inside.readTo(d.to)
 	switch {
 	case n > 0:
-		return n, nil, nil // what has stopped it, if anything, stops the next one, too
+		return n, nil, nil // an error that has stopped it will stop the next call, too
 	case errors.Is(err, errWait):
 		return 0, d.inside.waitRead(), nil
 	case errors.Is(d.to.err, unix.EAGAIN):
@@ -153,12 +154,12 @@ func (d *direct) move() (n int, readErr, writeErr error) {
 	}
 }
 
-// rawSink writes to a socket what it takes at once. It holds the socket for no longer:
-// whoever closes that waits for it.
+// rawSink writes as many bytes to a socket as it takes at once. It does not hold the
+// socket any longer, because closing the socket waits for it.
 type rawSink struct {
 	raw   syscall.RawConn
 	write func(fd uintptr) bool
-	// What is to be written, and the result.
+	// The bytes to write, and the result.
 	b   []byte
 	n   int
 	err error
@@ -191,19 +192,19 @@ func (s *rawSink) Write(b []byte) (int, error) {
 	return n, s.err
 }
 
-// reset ends both sides with a RST, which ends the other direction, too.
+// reset ends both sides with a RST. That ends the other direction as well.
 func (s *splice) reset(end End) {
 	s.once.Do(func() {
 		s.end = end
 		_ = s.inside.Reset() // it never fails
 		if t, ok := s.outside.(*net.TCPConn); ok {
-			_ = t.SetLinger(0) // it fails on a closed socket, which needs no RST
+			_ = t.SetLinger(0) // it fails only on a closed socket, which needs no RST
 		}
 		_ = s.outside.Close()
 	})
 }
 
-// closeWrite ends a direction. A connection that was closed already needs nothing.
+// closeWrite ends a direction. A connection that is closed already needs no FIN.
 func closeWrite(c net.Conn) error {
 	half, ok := c.(interface{ CloseWrite() error })
 	if !ok {
@@ -215,8 +216,8 @@ func closeWrite(c net.Conn) error {
 	return nil
 }
 
-// source is where a direction comes from. It takes a buffer when there is something
-// to read; the caller gives it back.
+// source is the origin of a direction's bytes. It takes a buffer only once there are
+// bytes to read. The caller returns the buffer.
 type source interface {
 	next() (buffer *[copyBuffer]byte, n int, err error)
 }
@@ -225,7 +226,7 @@ func sourceOf(c net.Conn) source {
 	switch c := c.(type) {
 	case *insideConn:
 		return c
-	case *net.TCPConn: // and nothing that wraps one, whose Read may do more
+	case *net.TCPConn: // not a type that wraps a TCPConn, since its Read may do more
 		if raw, err := c.SyscallConn(); err == nil {
 			return newRawSource(raw)
 		}
@@ -290,7 +291,7 @@ func (s *rawSource) next() (*[copyBuffer]byte, int, error) {
 	return s.buffer, max(s.n, 0), s.err
 }
 
-// plainSource reads anything, with a buffer in hand while it waits.
+// plainSource reads any connection. It holds a buffer while it waits.
 type plainSource struct{ r io.Reader }
 
 // next implements source.

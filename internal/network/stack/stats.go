@@ -2,21 +2,22 @@ package stack
 
 import "sync/atomic"
 
-// Drop is why something was dropped.
+// Drop is the reason why a frame or datagram was dropped.
 type Drop uint8
 
 // The reasons.
 const (
 	// DropMalformed: headers that contradict each other or the frame's size.
 	DropMalformed Drop = iota
-	// DropForeign: a source or destination MAC that is not of this wire.
+	// DropForeign: a source or destination MAC that does not belong to this wire.
 	DropForeign
 	// DropVLAN: a VLAN tag.
 	DropVLAN
-	// DropMulticast: multicast or broadcast, by MAC or by address, other than what
-	// ARP and neighbour discovery need.
+	// DropMulticast: multicast or broadcast, by MAC or by address, that neither ARP
+	// nor neighbour discovery needs.
 	DropMulticast
-	// DropEtherType: neither ARP nor IP, or an IP version that the sandbox has not.
+	// DropEtherType: neither ARP nor IP, or an IP version that the sandbox does not
+	// have.
 	DropEtherType
 	// DropOptions: IPv4 options, IPv6 extension headers.
 	DropOptions
@@ -24,21 +25,23 @@ const (
 	DropFragment
 	// DropSpoofed: a source address that is not the sandbox's.
 	DropSpoofed
-	// DropMartian: a destination that is on no wire, as a loopback address.
+	// DropMartian: a destination that cannot be on a wire, such as a loopback
+	// address.
 	DropMartian
 	// DropProtocol: neither TCP nor UDP nor an answered kind of ICMP.
 	DropProtocol
-	// DropStray: a segment of no connection that is not worth an answer.
+	// DropStray: a segment that belongs to no connection and gets no answer.
 	DropStray
-	// DropLimit: something that a limit of the sandbox forbids.
+	// DropLimit: a limit of the sandbox was reached.
 	DropLimit
 	// DropTooLong: a datagram from outside that does not fit into the MTU.
 	DropTooLong
-	// DropFull: an answer by hand, or a datagram, for which there was no room.
+	// DropFull: no room for a handmade answer, or for a datagram.
 	DropFull
 	// DropGone: a frame for a wire whose other end is closed.
 	DropGone
-	// DropOversized: a frame that is longer than the MTU, and leaves no segmentation to do.
+	// DropOversized: a frame that is longer than the MTU although it leaves no
+	// segmentation to do.
 	DropOversized
 	drops
 )
@@ -55,13 +58,15 @@ func (d Drop) String() string {
 	return "unknown"
 }
 
-// Stats are what a wire has seen since it was attached.
+// Stats are the statistics of a wire since it was attached.
 type Stats struct {
 	// Frames and bytes from the sandbox, and to it.
 	FramesIn, BytesIn, FramesOut, BytesOut uint64
-	// Dropped are frames and datagrams by reason. Reasons without one are missing.
+	// Dropped counts dropped frames and datagrams by reason. Reasons with a count of
+	// 0 are missing.
 	Dropped map[Drop]uint64
-	// Connections and Flows are those of this moment; Stack is whether there is one.
+	// Connections and Flows are current numbers. Stack says whether the wire has a
+	// netstack now.
 	Connections, Flows int
 	Stack              bool
 }

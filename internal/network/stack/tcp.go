@@ -13,13 +13,13 @@ import (
 	"gvisor.dev/gvisor/pkg/waiter"
 )
 
-// conn is a TCP connection of the sandbox, from its SYN until nothing of it is left.
+// conn is a TCP connection of the sandbox, from its SYN until it is completely gone.
 type conn struct {
 	w     *Wire
 	tuple Tuple
-	// syn is the packet that the sandbox has opened it with.
+	// syn is the packet with which the sandbox has opened it.
 	syn []byte
-	// ctx ends when the connection is cut, or its sandbox gives it up.
+	// ctx ends when the connection is cut, or when its sandbox gives it up.
 	ctx    context.Context
 	cancel context.CancelFunc
 	// requests carries netstack's request for the connection to its goroutine.
@@ -27,19 +27,19 @@ type conn struct {
 
 	// Wire.mu protects all following fields.
 
-	// stack is set from when the SYN goes to netstack.
+	// stack is set once the SYN goes to netstack.
 	stack  *netstack
 	remote Remote
 	inside *insideConn
-	// isCut is set when the connection was ended by a RST from our side.
+	// isCut is set once our side has ended the connection with a RST.
 	isCut bool
-	// offered is set when netstack has taken the SYN.
+	// offered is set once netstack has taken the SYN.
 	offered bool
-	// buffer is how much of Limits.Buffers the connection has.
+	// buffer is how many bytes of Limits.Buffers the connection has.
 	buffer int
 }
 
-// open begins a connection with the packet of its SYN; the caller holds w.mu.
+// open begins a connection with the packet of its SYN. The caller holds w.mu.
 func (w *Wire) open(t Tuple, syn []byte) {
 	switch {
 	case w.closed:
@@ -66,7 +66,8 @@ func (w *Wire) open(t Tuple, syn []byte) {
 func (c *conn) run() {
 	defer c.remove()
 	defer func() {
-		// What waits for room takes memory: it counts as a connection for so long.
+		// A RST that waits for room takes memory, so the connection counts until it
+		// is sent.
 		if inside := c.established(); inside != nil {
 			inside.settle()
 		}
@@ -79,19 +80,19 @@ func (c *conn) run() {
 		return
 	}
 	remote.Splice(inside)
-	// Nothing can be done about a connection that does not close cleanly.
+	// An unclean close of a connection needs no handling.
 	_ = remote.Close()
 	inside.linger()
 }
 
-// established is the sandbox's side of the connection, or nil before there is one.
+// established is the sandbox's side of the connection, or nil before it exists.
 func (c *conn) established() *insideConn {
 	c.w.mu.Lock()
 	defer c.w.mu.Unlock()
 	return c.inside
 }
 
-// open dials, and completes the sandbox's handshake or refuses it.
+// open dials, and then completes or refuses the sandbox's handshake.
 func (c *conn) open() (*insideConn, Remote) {
 	remote, err := c.dial()
 	switch {
@@ -125,7 +126,7 @@ func (c *conn) dial() (Remote, error) {
 }
 
 // accept hands the SYN to netstack and completes the handshake. It returns nil if the
-// sandbox does not, or if the connection is cut.
+// sandbox does not complete it, or if the connection is cut.
 func (c *conn) accept(remote Remote) *insideConn {
 	c.w.mu.Lock()
 	if c.w.closed {
@@ -143,7 +144,7 @@ func (c *conn) accept(remote Remote) *insideConn {
 	c.w.mu.Lock()
 	offered := c.offered
 	c.w.mu.Unlock()
-	if !offered { // its options are malformed
+	if !offered { // netstack refuses malformed options
 		c.w.drop(DropMalformed)
 		c.w.answer(c.w.resetFor(c.syn))
 		return nil
@@ -174,13 +175,14 @@ func (c *conn) accept(remote Remote) *insideConn {
 	}
 	endpoint.SocketOptions().SetReceiveBufferSize(int64(size), true)
 	endpoint.SocketOptions().SetSendBufferSize(int64(size), true)
-	// Whoever writes has the bytes ready: to wait for more would delay them.
+	// Writers have complete data ready, so Nagle's algorithm would only delay them.
 	endpoint.SocketOptions().SetDelayOption(false)
 	return inside
 }
 
-// reserve takes room for two buffers and returns the size of each; the caller holds
-// Wire.mu. A connection gets a share of what is left, so that each finds some.
+// reserve takes room for two buffers and returns the size of each. The caller holds
+// Wire.mu. A connection gets a share of the room that is left, so that every
+// connection finds some.
 func (c *conn) reserve() int {
 	left := c.w.cfg.Limits.Buffers - c.w.buffers
 	size := c.w.chargeBuffers(min(maxBuffer, left/bufferShare/2))
@@ -189,9 +191,10 @@ func (c *conn) reserve() int {
 	return max(size, minBuffer)
 }
 
-// offer has netstack's forwarder look at a segment of no endpoint. A segment that it
-// makes no request of is answered by hand, which is what offer's true says: netstack would
-// answer as well, but wait for room on the wire, and pollers come here.
+// offer offers a segment without an endpoint to netstack's forwarder. If the
+// forwarder makes no request from it, offer answers the segment by hand. It returns
+// true in both cases, so that netstack does not answer as well: netstack would wait
+// for room on the wire, and pollers call this function.
 func (w *Wire) offer(f *tcp.Forwarder, id stack.TransportEndpointID, p *stack.PacketBuffer) bool {
 	t := tupleOf(id)
 	w.mu.Lock()
@@ -205,14 +208,14 @@ func (w *Wire) offer(f *tcp.Forwarder, id stack.TransportEndpointID, p *stack.Pa
 		return true
 	}
 	segment := header.TCP(p.TransportHeader().Slice())
-	answered := expected && segment.Flags()&header.TCPFlagSyn != 0 // by accept
+	answered := expected && segment.Flags()&header.TCPFlagSyn != 0 // accept answers it
 	if !answered && segment.Flags()&header.TCPFlagRst == 0 {
 		w.answer(w.resetTo(t, segment, p.Data().Size()))
 	}
 	return true
 }
 
-// forwarded gets netstack's request for a SYN.
+// forwarded receives netstack's request for a SYN.
 func (w *Wire) forwarded(request *tcp.ForwarderRequest) {
 	w.mu.Lock()
 	c := w.conns[tupleOf(request.ID())]
@@ -228,8 +231,8 @@ func (w *Wire) forwarded(request *tcp.ForwarderRequest) {
 	}
 }
 
-// cut ends the connection with a RST, in whatever state it is. During the handshake it may
-// have to wait for room on the wire.
+// cut ends the connection with a RST, in whatever state it is. During the handshake
+// it may have to wait for room on the wire.
 func (c *conn) cut() {
 	c.w.mu.Lock()
 	c.isCut = true
@@ -237,7 +240,7 @@ func (c *conn) cut() {
 	c.w.mu.Unlock()
 	c.cancel()
 	if remote != nil {
-		_ = remote.Close() // it is closed to be cut, in whatever way
+		_ = remote.Close() // the connection is cut in any case
 	}
 	switch {
 	case inside != nil:
@@ -247,7 +250,7 @@ func (c *conn) cut() {
 	}
 }
 
-// remove forgets the connection.
+// remove removes the connection from its wire.
 func (c *conn) remove() {
 	c.cancel()
 	w := c.w
@@ -269,7 +272,7 @@ func (c *conn) remove() {
 	}
 }
 
-// rest frees what a wire without connections needs no more.
+// rest frees the netstack of a wire without connections.
 func (w *Wire) rest() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -282,7 +285,7 @@ func (w *Wire) rest() {
 	w.stack, w.idle, w.reset = nil, nil, nil
 }
 
-// terminal reports whether nothing of an endpoint is left to happen.
+// terminal reports whether an endpoint has reached its last state.
 func terminal(e tcpip.Endpoint) bool {
 	switch tcp.EndpointState(e.State()) {
 	case tcp.StateClose, tcp.StateError, tcp.StateTimeWait:

@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// payload returns n bytes that seed decides.
+// payload returns n bytes derived from seed.
 func payload(seed uint64, n int) []byte {
 	b := make([]byte, n)
 	r := rand.NewChaCha8([32]byte{byte(seed), byte(seed >> 8), byte(seed >> 16)})
@@ -29,7 +29,7 @@ func echo(c *net.TCPConn) {
 	c.CloseWrite()
 }
 
-// exchange sends data through an echo server and compares what comes back.
+// exchange sends data through an echo server and compares the bytes that come back.
 func exchange(c net.Conn, data []byte) error {
 	sent := make(chan error, 1)
 	go func() {
@@ -210,8 +210,8 @@ func TestReset(t *testing.T) {
 	eventually(t, "no connection left", func() bool { return w.Stats().Connections == 0 })
 }
 
-// TestBackpressure shows that a reader which does not read stops a writer, and that
-// others are undisturbed.
+// TestBackpressure: a program that does not read stops the writer at the other end.
+// Other connections are not affected.
 func TestBackpressure(t *testing.T) {
 	p, g := newPoller(t), newGuest(t)
 	w := attach(t, p, g, &loopback{})
@@ -243,8 +243,8 @@ func TestBackpressure(t *testing.T) {
 	}
 }
 
-// TestWindow shows that a connection may have much on the way: a sandbox that is answered
-// late is as fast as its window is large.
+// TestWindow: a connection may have many bytes under way. If a sandbox is answered
+// late, its speed depends on the size of its window.
 func TestWindow(t *testing.T) {
 	const sent, want = 1 << 20, maxBuffer / 4
 	p, g := newPoller(t), newGuest(t)
@@ -259,7 +259,7 @@ func TestWindow(t *testing.T) {
 	if _, err := c.Write(make([]byte, sent)); err != nil {
 		t.Fatal(err)
 	}
-	// The answer comes when all was read: its segment says how much may follow.
+	// The answer comes once everything was read. Its segment announces the window.
 	if _, err := c.Read(make([]byte, 1)); err != nil {
 		t.Fatal(err)
 	}

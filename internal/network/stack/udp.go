@@ -14,8 +14,8 @@ import (
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 )
 
-// flowQueue is how many datagrams wait for a flow to be dialled, or to be sent, and
-// flowBytes how many bytes they have together; one datagram of any size may wait.
+// flowQueue is how many datagrams may wait for a flow to be dialled, or to be sent.
+// flowBytes bounds their bytes. A single datagram of any size may wait.
 const (
 	flowQueue = 16
 	flowBytes = 32 << 10
@@ -25,7 +25,8 @@ const (
 type flow struct {
 	w     *Wire
 	tuple Tuple
-	// first is the start of the packet that has opened it, for ICMP errors to quote.
+	// first is the start of the packet that has opened the flow. ICMP errors quote
+	// it.
 	first  []byte
 	ctx    context.Context
 	close  context.CancelFunc
@@ -63,7 +64,7 @@ func (w *Wire) datagram(p *packet) {
 		}
 		f = w.openFlow(t, p.all)
 	}
-	// Nobody else adds: w.mu is held.
+	// The queue does not grow meanwhile, because w.mu is held.
 	if waits := int(f.queued.Load()); len(f.queue) == flowQueue || waits > 0 && waits+len(data) > flowBytes {
 		w.drop(DropFull)
 		return
@@ -72,12 +73,13 @@ func (w *Wire) datagram(p *packet) {
 	f.queue <- slices.Clone(data)
 }
 
-// flowUsage is what a flow takes: a socket, the datagrams that wait, and one that comes.
+// flowUsage counts the resources of a flow: a socket, the waiting datagrams, and one
+// incoming datagram.
 func (w *Wire) flowUsage() usage {
 	return usage{flowMemory + max(flowBytes, w.cfg.MTU) + w.cfg.MTU, 1}
 }
 
-// openFlow begins a flow; the caller holds w.mu.
+// openFlow begins a flow. The caller holds w.mu.
 func (w *Wire) openFlow(t Tuple, first []byte) *flow {
 	f := &flow{w: w, tuple: t, first: slices.Clone(first[:min(len(first), maxQuote)]), queue: make(chan []byte, flowQueue)}
 	f.ctx, f.close = context.WithCancel(w.ctx)
@@ -97,10 +99,10 @@ func (f *flow) now() int64 {
 
 func (f *flow) touch() { f.active.Store(f.now()) }
 
-// expire ends a flow that was idle for long enough.
+// expire ends a flow that has been idle for long enough.
 func (f *flow) expire() {
 	if left := f.w.cfg.Limits.FlowIdle - time.Duration(f.now()-f.active.Load()); left > 0 {
-		f.w.mu.Lock() // the timer is set once openFlow has returned
+		f.w.mu.Lock() // waits until openFlow has set the timer
 		defer f.w.mu.Unlock()
 		f.timer.Reset(left)
 		return
@@ -108,7 +110,7 @@ func (f *flow) expire() {
 	f.close()
 }
 
-// run dials, and sends what the sandbox sends.
+// run dials, and forwards the sandbox's datagrams.
 func (f *flow) run() {
 	defer f.remove()
 	remote, err := f.w.out.DialUDP(f.ctx, f.tuple.Inside, f.tuple.Outside)
@@ -116,7 +118,7 @@ func (f *flow) run() {
 		f.w.answer(f.w.unreachableFor(f.first, portUnreachable))
 		return
 	}
-	stop := context.AfterFunc(f.ctx, func() { _ = remote.Close() }) // nothing is lost with a datagram socket
+	stop := context.AfterFunc(f.ctx, func() { _ = remote.Close() }) // closing a datagram socket loses nothing
 	received := make(chan struct{})
 	go func() {
 		defer close(received)
@@ -139,8 +141,8 @@ func (f *flow) run() {
 	<-received
 }
 
-// failed handles an error of the socket, and reports whether it is its end. A port that
-// is closed outside is so inside.
+// failed handles an error of the socket, and reports whether the error ends the flow.
+// A port that is closed outside appears closed inside.
 func (f *flow) failed(err error) bool {
 	if errors.Is(err, syscall.ECONNREFUSED) {
 		f.w.answer(f.w.unreachableFor(f.first, portUnreachable))
@@ -149,7 +151,7 @@ func (f *flow) failed(err error) bool {
 	return !errors.Is(err, syscall.EHOSTUNREACH) && !errors.Is(err, syscall.ENETUNREACH) && !errors.Is(err, syscall.EMSGSIZE) && !errors.Is(err, syscall.ENOBUFS)
 }
 
-// receive sends to the sandbox what comes from outside.
+// receive forwards datagrams from outside to the sandbox.
 func (f *flow) receive(remote net.Conn) {
 	defer f.close()
 	largest := f.w.maxDatagram(f.tuple.Inside.Addr())
@@ -184,7 +186,7 @@ func (f *flow) remove() {
 	}
 }
 
-// maxDatagram is the most that a datagram to a carries without fragments.
+// maxDatagram is the maximum payload of a datagram to a without fragments.
 func (w *Wire) maxDatagram(a netip.Addr) int {
 	if a.Is6() {
 		return w.cfg.MTU - header.IPv6MinimumSize - header.UDPMinimumSize

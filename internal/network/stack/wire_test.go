@@ -155,12 +155,12 @@ func TestPing(t *testing.T) {
 	}
 }
 
-// TestStackIsFreed shows that the stack goes some time after the last connection, and
-// comes back for the next.
+// TestStackIsFreed: the stack is freed some time after the last connection, and made
+// again for the next.
 func TestStackIsFreed(t *testing.T) {
 	p, g := newPoller(t), newGuest(t)
 	clock := newSkippingClock()
-	const idle = time.Hour // passes only if it is skipped
+	const idle = time.Hour // passes only when it is skipped
 	w := attach(t, p, g, &loopback{}, func(c *Config) { c.Clock, c.Limits.StackIdle = clock, idle })
 	port := serve(t, echo)
 	for range 3 {
@@ -212,8 +212,8 @@ func TestManyWires(t *testing.T) {
 	}
 }
 
-// TestInherited plays a fork: the same kernel continues on another wire. Programs that
-// only read see ECONNRESET, and new connections work.
+// TestInherited plays a fork: the same kernel continues on another wire. Programs
+// that only read see ECONNRESET, and new connections work.
 func TestInherited(t *testing.T) {
 	p, g := newPoller(t), newGuest(t)
 	port := serve(t, echo)
@@ -230,7 +230,7 @@ func TestInherited(t *testing.T) {
 		defer conns[i].Close()
 	}
 	mark := source.Mark()
-	conns[0].Close() // a connection that ends during the capture is in it, perhaps
+	conns[0].Close() // a connection that ends during the capture may be in it
 	eventually(t, "one connection less", func() bool { return source.Stats().Connections == connections-1 })
 	tuples := mark.Collect()
 	if len(tuples) != connections {
@@ -261,7 +261,7 @@ func TestInherited(t *testing.T) {
 	}
 }
 
-// TestTakeOver has a second stack serve the same wire after the first is gone.
+// TestTakeOver lets a second stack serve the same wire after the first is gone.
 func TestTakeOver(t *testing.T) {
 	p, g := newPoller(t), newGuest(t)
 	port := serve(t, echo)
@@ -295,8 +295,8 @@ func TestTakeOver(t *testing.T) {
 	}
 }
 
-// TestPause shows that no timer of a paused wire runs: a connection whose other end is
-// silent for hours is alive after them, and goes on.
+// TestPause: no timer of a paused wire runs. A connection whose other end is silent
+// for hours is still alive afterwards, and goes on.
 func TestPause(t *testing.T) {
 	p, g := newPoller(t), newGuest(t)
 	clock := newSkippingClock()
@@ -312,7 +312,7 @@ func TestPause(t *testing.T) {
 	defer c.Close()
 	io.ReadFull(c, make([]byte, 1))
 
-	// The guest stops: its wire is not read any more.
+	// The guest stops, so its wire is not read any more.
 	g.Pause()
 	w.Pause()
 	close(begin)
@@ -320,7 +320,7 @@ func TestPause(t *testing.T) {
 	eventually(t, "the wire is written to", func() bool { return w.Stats().FramesOut > sent })
 	for range 100 {
 		clock.Skip(time.Hour)
-		time.Sleep(time.Millisecond) // for timers to do harm, if they ran
+		time.Sleep(time.Millisecond) // gives timers time to do harm, if they ran
 	}
 	w.Resume()
 	g.Continue()
@@ -329,9 +329,9 @@ func TestPause(t *testing.T) {
 	}
 }
 
-// TestSlowReader shows that what a server has sent before it has closed is there for
-// a program inside that reads it much later, and that a connection is given up when
-// the sandbox's kernel says nothing.
+// TestSlowReader: data that a server has sent before it closed is still there for a
+// program inside that reads it much later. If the sandbox's kernel is silent, the
+// connection is given up.
 func TestSlowReader(t *testing.T) {
 	for _, silent := range []bool{false, true} {
 		t.Run(fmt.Sprintf("silent %v", silent), func(t *testing.T) {
@@ -383,7 +383,7 @@ func segments(w *Wire) (n uint64) {
 	return n
 }
 
-// TestLimits shows what a sandbox gets that wants too much.
+// TestLimits: a sandbox that exceeds its limits is refused.
 func TestLimits(t *testing.T) {
 	p, g := newPoller(t), newGuest(t)
 	o := &loopback{block: 3, dials: make(chan netip.AddrPort, 10)}
@@ -395,7 +395,8 @@ func TestLimits(t *testing.T) {
 		blocked <- err
 	}()
 	<-o.dials
-	// One is being dialled: the next SYN is dropped, until the first has ended.
+	// One connection is being dialled. The next SYN is dropped until the first has
+	// ended.
 	second := make(chan net.Conn, 1)
 	go func() {
 		c, _ := g.dial("tcp", fmt.Sprintf("203.0.113.5:%d", port))
@@ -434,8 +435,7 @@ func hasPort(w *Wire, port uint16) bool {
 	return false
 }
 
-// TestRate shows that both directions keep to their rates. A busy host only makes
-// them slower.
+// TestRate: both directions keep to their rates. A busy host only makes them slower.
 func TestRate(t *testing.T) {
 	const rate, size = 8 << 20, 4 << 20
 	for _, test := range []struct {
@@ -453,8 +453,8 @@ func TestRate(t *testing.T) {
 			if err := exchange(c, payload(1, size)); err != nil {
 				t.Error(err)
 			}
-			// A twentieth of a second's bytes pass at once, and the last frame's debt is
-			// not paid.
+			// The bytes of a twentieth of a second pass at once, and the debt of the
+			// last frame is not paid.
 			const least = (size - rate/20 - 2<<16) * time.Second / rate
 			if passed := clock.NowMonotonic().Sub(start); passed < least {
 				t.Errorf("%d bytes passed in %v, in less than %v", size, passed, least)
@@ -463,7 +463,7 @@ func TestRate(t *testing.T) {
 	}
 }
 
-// TestNothingIsLeft closes wires in the midst of everything, and looks for descriptors,
+// TestNothingIsLeft closes wires in the middle of everything, and checks descriptors,
 // memory and goroutines.
 func TestNothingIsLeft(t *testing.T) {
 	p, g := newPoller(t), newGuest(t)
@@ -495,7 +495,7 @@ func TestNothingIsLeft(t *testing.T) {
 		w.Close()
 		w.Close()
 		u.Close()
-		// A second wire tells the guest that the connections are gone.
+		// A second wire resets the guest's connections.
 		second := attach(t, p, g, &loopback{refuse: 3})
 		running.Wait()
 		second.Close()

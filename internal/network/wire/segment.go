@@ -5,28 +5,27 @@ import (
 	"fmt"
 )
 
-// Complete does what a checked header leaves to do with the checksum of a frame,
-// in place.
+// Complete completes the checksum of a frame in place, if the checked header leaves
+// that to the receiver.
 func (h Header) Complete(frame []byte) {
 	if h.Flags&NeedsChecksum == 0 {
 		return
 	}
 	at := int(h.ChecksumStart) + int(h.ChecksumOffset)
-	// What is summed contains the sum of the pseudo header, at the place of the
+	// The summed bytes contain the sum of the pseudo header, at the place of the
 	// checksum.
 	sum := fold(add(0, frame[h.ChecksumStart:]))
 	if sum = ^sum; sum == 0 {
-		sum = 0xffff // the same number; 0 says that a UDP datagram has none
+		sum = 0xffff // an equal sum; 0 would mean that a UDP datagram has no checksum
 	}
 	binary.BigEndian.PutUint16(frame[at:], sum)
 }
 
 // Segments cuts up a long TCP segment, as its checked header says. It calls yield
-// with each frame, complete, beginning with number from, until yield returns
-// false. All of them are in one
-// buffer, which yield may not keep, and of which scratch becomes a part if it is
-// large enough. The frame stays as it is. An error wraps ErrMessage: the frame is
-// not what the header says.
+// with each complete frame, starting with number from, until yield returns false. All
+// frames are in one buffer, which yield must not keep. Segments uses scratch as that
+// buffer if it is large enough. It does not change frame. If the frame is not of the
+// kind that the header says, the error wraps ErrMessage.
 func (h Header) Segments(frame, scratch []byte, from int, yield func(segment []byte) bool) error {
 	payload, err := h.payloadAt(frame)
 	if err != nil {
@@ -76,7 +75,7 @@ const (
 
 const protocolTCP = 6
 
-// payloadAt is where the payload of the TCP segment begins.
+// payloadAt is the offset of the TCP segment's payload.
 func (h Header) payloadAt(frame []byte) (int, error) {
 	kind, version := uint16(0x0800), byte(4)
 	if h.ipLen() == ipv6Len {
@@ -88,7 +87,8 @@ func (h Header) payloadAt(frame []byte) (int, error) {
 	case binary.BigEndian.Uint16(frame[12:]) != kind || frame[EthernetLen]>>4 != version:
 		return 0, fmt.Errorf("%w: a segment that is not in IPv%d", ErrMessage, version)
 	case version == 4 && (int(frame[EthernetLen]&15)*4 != tcp-EthernetLen || frame[EthernetLen+9] != protocolTCP),
-		// With extension headers the checksum's start alone says where TCP's is.
+		// With extension headers, only the start of the checksum says where TCP's
+		// header is.
 		version == 6 && tcp == EthernetLen+ipv6Len && frame[EthernetLen+6] != protocolTCP:
 		return 0, fmt.Errorf("%w: a segment whose TCP header is not at %d", ErrMessage, tcp)
 	case payload < tcp+tcpLen || payload >= len(frame):
@@ -106,8 +106,8 @@ func (h Header) pseudo(s []byte) uint32 {
 	return add(protocolTCP+uint32(len(s)-int(h.ChecksumStart)), s[at:at+n])
 }
 
-// add adds 16-bit words, in the byte order of the network, to a sum (RFC 1071).
-// The longest frame does not overflow it.
+// add adds 16-bit words in network byte order to a sum (RFC 1071). The longest frame
+// does not overflow the sum.
 func add(sum uint32, b []byte) uint32 {
 	for len(b) >= 2 {
 		sum += uint32(b[0])<<8 | uint32(b[1])
@@ -119,7 +119,7 @@ func add(sum uint32, b []byte) uint32 {
 	return sum
 }
 
-// fold makes a sum one word.
+// fold reduces a sum to one word.
 func fold(sum uint32) uint16 {
 	sum = sum>>16 + sum&0xffff
 	return uint16(sum>>16 + sum)

@@ -1,10 +1,10 @@
-// Package wire owns the format of what travels on a sandbox's wire: in each
-// datagram a header, and behind it one Ethernet frame.
+// Package wire owns the format of the datagrams on a sandbox's wire. Each datagram is
+// a header followed by one Ethernet frame.
 //
-// The header is struct virtio_net_hdr of virtio 1.2 §5.1.6 in its short form,
-// without num_buffers, little endian. It says what the frame leaves to its
-// receiver: to complete a checksum, or to cut one long TCP segment into many
-// (GSO). Linux and gVisor write and read the same bytes.
+// The header is struct virtio_net_hdr of virtio 1.2 §5.1.6 in its short form, without
+// num_buffers, little endian. It says which work the frame leaves to its receiver: to
+// complete a checksum, or to cut one long TCP segment into many (GSO). Linux and
+// gVisor write and read the same bytes.
 package wire
 
 import (
@@ -26,15 +26,15 @@ const (
 
 // Flags of a Header.
 const (
-	// NeedsChecksum: the checksum field has the sum of the pseudo header only.
-	// The sum from ChecksumStart to the end of the frame belongs into it.
+	// NeedsChecksum: the checksum field contains only the sum of the pseudo header.
+	// The receiver adds the sum from ChecksumStart to the end of the frame.
 	NeedsChecksum = 1
 	// DataValid: the sender vouches for the checksums.
 	DataValid = 2
 )
 
-// Values of Header.GSO. ECN can be added to the TCP types: the first segment
-// alone has the CWR flag.
+// Values of Header.GSO. ECN can be added to the TCP types: only the first segment
+// then has the CWR flag.
 const (
 	GSONone  = 0
 	GSOTCPv4 = 1
@@ -50,25 +50,25 @@ const (
 	ipv6Len       = 40
 )
 
-// ErrMessage says that a message breaks the format of a wire. Nobody can use
-// it: its receiver drops it.
+// ErrMessage says that a message violates the format of a wire. Its receiver drops
+// it.
 var ErrMessage = errors.New("malformed message on a wire")
 
-// Header says what is left to do with the frame behind it. The zero Header
-// stands before a frame that is complete.
+// Header says which work the frame after it leaves to the receiver. The zero Header
+// precedes a complete frame.
 type Header struct {
 	Flags uint8
-	// GSO is GSONone, or the kind of segment that is to be cut up.
+	// GSO is GSONone, or the kind of segment to be cut up.
 	GSO uint8
-	// HeadersLen is the size of the frame's headers up to the end of TCP's, a
-	// hint that receivers do not rely on.
+	// HeadersLen is the size of the frame's headers up to the end of TCP's header. It
+	// is a hint that receivers do not rely on.
 	HeadersLen uint16
-	// SegmentSize is how many bytes of TCP payload each segment gets. It means
-	// something with GSO only.
+	// SegmentSize is how many bytes of TCP payload each segment gets. It is used only
+	// with GSO.
 	SegmentSize uint16
-	// ChecksumStart is the offset in the frame from which bytes are summed, and
-	// ChecksumOffset how far behind it the checksum is. They mean something with
-	// NeedsChecksum only.
+	// ChecksumStart is the offset in the frame from which on bytes are summed.
+	// ChecksumOffset is the distance from there to the checksum. Both are used only
+	// with NeedsChecksum.
 	ChecksumStart, ChecksumOffset uint16
 }
 
@@ -82,8 +82,7 @@ func (h Header) Put(b []byte) {
 	binary.LittleEndian.PutUint16(b[8:], h.ChecksumOffset)
 }
 
-// Get decodes the first HeaderLen bytes of b and believes them: Check says
-// whether they are right.
+// Get decodes the first HeaderLen bytes of b without checking them. Check does that.
 func Get(b []byte) Header {
 	_ = b[HeaderLen-1]
 	return Header{
@@ -112,9 +111,9 @@ func Parse(message []byte) (Header, []byte, error) {
 // Segmented reports whether the frame is one long TCP segment to be cut up.
 func (h Header) Segmented() bool { return h.GSO != GSONone }
 
-// Check refuses a header that lies about a frame of n bytes, and frames that are
-// too short or too long. It does not look into the frame: that its headers are
-// those of TCP is for whoever cuts it up to see. An error wraps ErrMessage.
+// Check refuses a header that does not fit a frame of n bytes, and frames that are
+// too short or too long. It does not look into the frame: Segments checks that the
+// frame has TCP headers. An error wraps ErrMessage.
 func (h Header) Check(n int) error {
 	start, offset := int(h.ChecksumStart), int(h.ChecksumOffset)
 	switch {

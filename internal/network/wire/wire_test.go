@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// tcpFrame is a TCP segment over IPv4 or IPv6 as a sender with offloads leaves
-// it: the checksum field has the sum of the pseudo header.
+// tcpFrame is a TCP segment over IPv4 or IPv6 in the form in which a sender with
+// offloads leaves it: the checksum field has the sum of the pseudo header.
 func tcpFrame(version, payload, size int) (Header, []byte) {
 	ip, kind, gso := ipv4Len, uint16(0x0800), uint8(GSOTCPv4)
 	if version == 6 {
@@ -114,7 +114,7 @@ func TestParse(t *testing.T) {
 func TestComplete(t *testing.T) {
 	for _, version := range []int{4, 6} {
 		h, frame := tcpFrame(version, 1001, 0)
-		h.Complete(frame) // the kind of segment tells it nothing
+		h.Complete(frame) // the kind of segment does not matter here
 		if sum := fold(add(h.pseudo(frame), frame[h.ChecksumStart:])); sum != 0xffff {
 			t.Errorf("IPv%d: the sum is %#x", version, sum)
 		}
@@ -125,7 +125,8 @@ func TestComplete(t *testing.T) {
 	if !bytes.Equal(before, after) {
 		t.Error("a complete frame was changed")
 	}
-	// A sum of 0 is written as its other form: 0 says that there is none.
+	// A sum of 0 is written in its other form, because 0 means that there is no
+	// checksum.
 	frame := make([]byte, 42)
 	binary.BigEndian.PutUint16(frame[40:], 0xffff)
 	Header{Flags: NeedsChecksum, ChecksumStart: 34, ChecksumOffset: 6}.Complete(frame)
@@ -218,7 +219,8 @@ func TestSegmentsRefuses(t *testing.T) {
 	}
 }
 
-// FuzzParse: no message does harm, and what is accepted can be completed or cut up.
+// FuzzParse: no message does harm, and an accepted message can be completed or cut
+// up.
 func FuzzParse(f *testing.F) {
 	for _, version := range []int{4, 6} {
 		h, frame := tcpFrame(version, 3000, 1000)

@@ -23,6 +23,7 @@ import (
 	"agentrun.dev/internal/engine/microvm"
 	"agentrun.dev/internal/engine/pick"
 	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/network/addresses"
 	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/node/metrics"
 	"agentrun.dev/internal/node/netds"
@@ -115,6 +116,9 @@ type Daemon struct {
 	manager *node.Manager
 	netds   *netds.Netds
 	jail    *jail.Jail // of the netds
+	// guard says which addresses pulls of namespaces may not reach; it asks routes.
+	guard   *addresses.Guard
+	routes  *addresses.Routes
 	access  *access.Store
 	audit   *audit.Log
 	metrics *metrics.Metrics
@@ -176,7 +180,8 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 		Dir: cfg.Dir, Engine: d.engine, Boot: boot, NodeID: cfg.NodeID, Codes: cfg.Codes, Capacity: cfg.Capacity, StorageReserve: cfg.StorageReserve,
 		Key: key, Log: cfg.Log,
 		Observer: d.work, Network: network, Peers: d.openPeers(), Serves: cfg.Serves,
-		Builder: &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, PlainRoots: cfg.Engine == pick.GVisor},
+		Images:  template.Images{Store: cfg.Images},
+		Builder: &template.Builder{Engine: d.engine, Images: cfg.Images, Pull: cfg.Pull, Guard: d.guard, PlainRoots: cfg.Engine == pick.GVisor},
 	})
 	if err != nil {
 		return nil, err
@@ -381,6 +386,9 @@ func (d *Daemon) Close() error {
 	}
 	if d.netds != nil {
 		errs = append(errs, d.netds.Close())
+	}
+	if d.routes != nil { // nothing is pulled any more
+		errs = append(errs, d.routes.Close())
 	}
 	if d.jail != nil {
 		errs = append(errs, d.jail.Close())

@@ -4,6 +4,7 @@ import (
 	"path/filepath"
 
 	"agentrun.dev/internal/host/jail"
+	"agentrun.dev/internal/network/addresses"
 	"agentrun.dev/internal/network/netproc"
 	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/node/netds"
@@ -21,6 +22,11 @@ func (d *Daemon) openNetwork() (_ node.Network, err error) {
 	if err != nil {
 		return nil, err
 	}
+	if d.routes, err = addresses.OpenRoutes(); err != nil {
+		return nil, err
+	}
+	d.guard = addresses.NewGuard(d.routes, nil)
+	settings.Follow(d.guard)
 	d.jail, err = netproc.NewJail(jail.Config{AllowUnlimited: d.cfg.Jail.AllowUnlimited, AllowUnjailed: d.cfg.Jail.AllowUnjailed})
 	if err != nil {
 		return nil, err

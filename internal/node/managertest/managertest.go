@@ -20,8 +20,10 @@ import (
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/node/nodetest"
+	"agentrun.dev/internal/node/template"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/server"
+	"agentrun.dev/internal/storage/image"
 	"agentrun.dev/internal/storage/seal"
 )
 
@@ -60,7 +62,7 @@ func (b *Builder) Finish(context.Context, sandbox.TemplateSpec, sandbox.Built, e
 }
 
 // DropImage implements node.Builder.
-func (*Builder) DropImage(context.Context, string) (bool, error) { return true, nil }
+func (*Builder) DropImage(context.Context, sandbox.Namespace, string) (bool, error) { return true, nil }
 
 // Rehearse implements node.Builder.
 func (b *Builder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error { return nil }
@@ -94,8 +96,12 @@ func New(t testing.TB) *Node {
 	if err != nil {
 		t.Fatal(err)
 	}
+	images, err := image.OpenStore(filepath.Join(t.TempDir(), "images"))
+	if err != nil {
+		t.Fatal(err)
+	}
 	n.Manager, err = node.Open(t.Context(), node.Config{
-		Dir: t.TempDir(), Engine: host, Builder: n.Builder, Network: n.Network, Capacity: 1 << 40, Boot: "this", Key: key, Log: n.Log,
+		Dir: t.TempDir(), Engine: host, Builder: n.Builder, Images: template.Images{Store: images}, Network: n.Network, Capacity: 1 << 40, Boot: "this", Key: key, Log: n.Log,
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -100,13 +100,12 @@ func (ns *namespace) remember(ctx context.Context, c *netctl.Client, seen map[ne
 		if frames, ok := seen[w.ID]; ok && frames == w.Counters.FramesIn {
 			continue
 		}
-		mark, err := c.Mark(ctx, w.ID)
+		l, err := ask(ctx, c, w.ID)
+		if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, netctl.ErrBroken) {
+			return // whoever waits for each wire of a netd that does not answer serves nobody
+		}
 		if err != nil {
 			continue // it has left, or is asked again
-		}
-		l, err := c.Collect(ctx, w.ID, mark)
-		if err != nil {
-			continue
 		}
 		seen[w.ID] = w.Counters.FramesIn
 		ns.turn.Lock()
@@ -119,6 +118,20 @@ func (ns *namespace) remember(ctx context.Context, c *netctl.Client, seen map[ne
 		}
 		ns.turn.Unlock()
 	}
+}
+
+// rememberPatience is how long that may take of one machine.
+const rememberPatience = 2 * time.Second
+
+// ask asks a netd what a machine would hand to those that continue from it.
+func ask(ctx context.Context, c *netctl.Client, wire netctl.ID) (netctl.Lineage, error) {
+	ctx, cancel := context.WithTimeout(ctx, rememberPatience)
+	defer cancel()
+	mark, err := c.Mark(ctx, wire)
+	if err != nil {
+		return netctl.Lineage{}, err
+	}
+	return c.Collect(ctx, wire, mark)
 }
 
 // traffic is the log of a machine.

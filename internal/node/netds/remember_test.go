@@ -93,3 +93,31 @@ func TestNamesOutliveANetd(t *testing.T) {
 		t.Errorf("a reader whose netd was killed: %v", err)
 	}
 }
+
+// TestRememberGivesUp: a netd that does not answer is not asked about each wire: whoever waits for
+// answers that do not come serves nobody meanwhile. One that cannot say it of a wire is.
+func TestRememberGivesUp(t *testing.T) {
+	n, _ := withSettings(t, Config{Dir: t.TempDir(), Log: silent()}, "")
+	for name, test := range map[string]struct {
+		reply func(netctl.Request) *netctl.Reply
+		asked int
+	}{
+		"silent": {func(netctl.Request) *netctl.Reply { return nil }, 1},
+		"unable": {func(r netctl.Request) *netctl.Reply { return netctl.Fail(r.RequestID(), errors.New("no luck")) }, 3},
+	} {
+		l := newListener(t, n, joint(t, "a", nil), func(r netctl.Request) *netctl.Reply {
+			if of, ok := r.(*netctl.Simple); ok && of.Kind == netctl.KindList {
+				return &netctl.Reply{ID: r.RequestID(), Data: netctl.MarshalResult(&netctl.Wires{All: []netctl.WireInfo{{ID: "a"}, {ID: "b"}, {ID: "c"}}})}
+			}
+			return test.reply(r)
+		})
+		ns := n.of("default")
+		ns.remember(t.Context(), ns.connected(), map[netctl.ID]uint64{})
+		for range 1 + test.asked {
+			<-l.told
+		}
+		if len(l.told) != 0 {
+			t.Errorf("%s: it is asked for more", name)
+		}
+	}
+}

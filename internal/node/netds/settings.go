@@ -18,6 +18,7 @@ import (
 	"agentrun.dev/internal/network/addresses"
 	"agentrun.dev/internal/network/netctl"
 	"agentrun.dev/internal/network/policy"
+	"k8s.io/apimachinery/pkg/api/resource"
 	"sigs.k8s.io/yaml"
 )
 
@@ -34,6 +35,9 @@ type Values struct {
 	BuildNetwork policy.Policy
 	// ECH lets connections pass that hide their name by Encrypted Client Hello.
 	ECH bool
+	// Up and Down are bytes per second that each sandbox may send and receive; 0 is netd's
+	// own default.
+	Up, Down uint64
 	// Roots are the certificates (PEM) of CAs by which servers are verified that values
 	// of secrets are sent to.
 	Roots []byte
@@ -49,6 +53,37 @@ type file struct {
 	BuildNetwork    *policy.Policy         `json:"buildNetwork"`
 	ECH             bool                   `json:"ech"`
 	InjectRoots     string                 `json:"injectRoots"`
+	Bandwidth       bandwidth              `json:"bandwidth"`
+}
+
+// bandwidth is bytes per second in each direction.
+type bandwidth struct {
+	Up   *resource.Quantity `json:"up"`
+	Down *resource.Quantity `json:"down"`
+}
+
+// A sandbox whose largest frame takes longer than a second is not served in any useful way; one
+// without a bound is written down as the most.
+const minRate, maxRate = 64 << 10, 1 << 40
+
+// read is both directions; 0 is the default.
+func (b bandwidth) read() (up, down uint64, err error) {
+	if up, err = rate("up", b.Up); err != nil {
+		return 0, 0, err
+	}
+	down, err = rate("down", b.Down)
+	return up, down, err
+}
+
+func rate(field string, q *resource.Quantity) (uint64, error) {
+	if q == nil {
+		return 0, nil
+	}
+	n, exact := q.AsInt64()
+	if !exact || n < minRate || n > maxRate {
+		return 0, fmt.Errorf("bandwidth: %s: %s: give bytes per second, from 64Ki to 1Ti, or leave it out for the default", field, q.String())
+	}
+	return uint64(n), nil
 }
 
 // defaultBuild has the public indices of Python, npm and Debian packages.
@@ -62,6 +97,14 @@ type Settings struct {
 	path, resolv string
 	now          atomic.Pointer[Values]
 	roots        rootsFile // only read uses it, and one at a time
+	guard        *addresses.Guard
+}
+
+// Follow has a guard close the ranges that are closed now, and those of later settings. It
+// is called before the settings are given to New.
+func (s *Settings) Follow(g *addresses.Guard) {
+	s.guard = g
+	g.SetClosed(s.Now().ClosedRanges)
 }
 
 // OpenSettings reads the settings in the YAML file path, which need not exist, and
@@ -114,6 +157,9 @@ func (s *Settings) read() (*Values, error) {
 		if v.Upstreams, err = nameservers(s.resolv); err != nil {
 			return nil, err
 		}
+	}
+	if v.Up, v.Down, err = f.Bandwidth.read(); err != nil {
+		return nil, fmt.Errorf("the settings of the network in %s: %w", s.path, err)
 	}
 	if v.Roots, err = s.roots.read(f.InjectRoots); err != nil {
 		return nil, err
@@ -184,6 +230,9 @@ func (s *Settings) watch(ctx context.Context, log *slog.Logger, changed func(con
 		last = *v
 		if settled && !reflect.DeepEqual(*v, s.Now()) {
 			s.now.Store(v)
+			if s.guard != nil {
+				s.guard.SetClosed(v.ClosedRanges)
+			}
 			log.Info("the settings of the network have changed")
 			changed(ctx)
 		}
@@ -192,7 +241,7 @@ func (s *Settings) watch(ctx context.Context, log *slog.Logger, changed func(con
 
 // forNetd are the settings that a netd has to know.
 func (v Values) forNetd() netctl.Settings {
-	out := netctl.Settings{Upstreams: v.Upstreams, ClosedRanges: v.ClosedRanges, Roots: v.Roots}
+	out := netctl.Settings{Upstreams: v.Upstreams, ClosedRanges: v.ClosedRanges, Roots: v.Roots, Defaults: netctl.Limits{Up: v.Up, Down: v.Down}}
 	for _, d := range v.InternalDomains {
 		out.InternalDomains = append(out.InternalDomains, netctl.InternalDomain{Domain: string(d.Domain), Upstreams: d.Upstreams})
 	}

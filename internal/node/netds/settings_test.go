@@ -13,6 +13,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"agentrun.dev/internal/network/addresses"
+	"agentrun.dev/internal/network/netctl"
 	"agentrun.dev/internal/network/policy"
 	"agentrun.dev/internal/node/authority"
 )
@@ -51,6 +53,7 @@ internalDomains: {cluster.local: [10.96.0.10]}
 buildNetwork: {egress: allow, deny: [evil.example]}
 ech: true
 injectRoots: ` + roots + `
+bandwidth: {up: 10Mi, down: "25000000"}
 `
 	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
 		t.Fatal(err)
@@ -62,12 +65,18 @@ injectRoots: ` + roots + `
 	netd := v.forNetd()
 	if len(netd.Upstreams) != 2 || netd.Upstreams[1].Port() != 5353 || netd.ClosedRanges[0].String() != "10.96.0.0/12" ||
 		netd.InternalDomains[0].Domain != "cluster.local" || !v.ECH || v.BuildNetwork.Egress != policy.AllowByDefault ||
-		string(netd.Roots) != string(ca.Certificate()) {
+		string(netd.Roots) != string(ca.Certificate()) || netd.Defaults != (netctl.Limits{Up: 10 << 20, Down: 25_000_000}) {
 		t.Errorf("%+v", v)
 	}
 	for bad, says := range map[string]string{
 		"upstream: [192.0.2.1]":        "upstream",
 		"injectRoots: /none":           "injectRoots",
+		"bandwidth: {up: 0}":           "bandwidth: up: 0: give bytes per second, from 64Ki",
+		"bandwidth: {down: 63Ki}":      "bandwidth: down",
+		"bandwidth: {down: 2Ti}":       "bandwidth: down",
+		"bandwidth: {up: 1500m}":       "bandwidth: up",
+		"bandwidth: {up: fast}":        "quantities must match",
+		"bandwidth: {upwards: 1Gi}":    "upwards",
 		"injectRoots: " + resolv:       "no CA certificate",
 		"upstreams: [example.org]":     "upstreams",
 		"closedRanges: [10.0.0.0/33]":  "closedRanges",
@@ -84,7 +93,13 @@ injectRoots: ` + roots + `
 	}
 }
 
+// ofNobody is a host without addresses.
+type ofNobody struct{}
+
+func (ofNobody) Owns(netip.Addr) (bool, string, error) { return false, "", nil }
+
 // TestSettingsFollow: a change of the file is acted on, one that makes no sense is not.
+// A guard of addresses follows, too.
 func TestSettingsFollow(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "network.yaml")
 	write := func(text string) {
@@ -97,6 +112,8 @@ func TestSettingsFollow(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		guard := addresses.NewGuard(ofNobody{}, nil)
+		s.Follow(guard)
 		ctx, cancel := context.WithCancel(t.Context())
 		changed := make(chan struct{})
 		ended := make(chan struct{})
@@ -114,10 +131,18 @@ func TestSettingsFollow(t *testing.T) {
 		if !s.Now().ECH {
 			t.Error("a file that makes no sense changes settings")
 		}
-		write("closedRanges: [192.0.2.0/24]")
+		write("closedRanges: [8.8.0.0/16]")
 		<-changed
 		if s.Now().ECH || len(s.Now().ClosedRanges) != 1 {
 			t.Errorf("%+v", s.Now())
+		}
+		if v := guard.Check(netip.MustParseAddr("8.8.8.8")); v.Class != addresses.NodeRange {
+			t.Errorf("the guard that follows says %+v", v)
+		}
+		guard = addresses.NewGuard(ofNobody{}, nil)
+		s.Follow(guard)
+		if v := guard.Check(netip.MustParseAddr("8.8.8.8")); !v.Closed() {
+			t.Error("a guard that follows later does not know what is closed")
 		}
 		cancel()
 		<-ended
@@ -180,4 +205,20 @@ func TestSettingsThatAreGone(t *testing.T) {
 		cancel()
 		<-ended
 	})
+}
+
+// TestBuildPolicy: what builds may connect to is what the settings say at that moment.
+func TestBuildPolicy(t *testing.T) {
+	n, change := withSettings(t, Config{Dir: t.TempDir(), Log: silent()}, "buildNetwork: {allow: [index.example.org:443]}")
+	wants := func(want ...string) {
+		t.Helper()
+		if p := n.BuildPolicy(); p.Egress != policy.DenyByDefault || !slices.Equal(policy.Texts(p.Allow), want) {
+			t.Errorf("builds may connect to %+v; want %v", p, want)
+		}
+	}
+	wants("index.example.org:443")
+	change("buildNetwork: {allow: [mirror.example.org:443]}")
+	wants("mirror.example.org:443")
+	change("{}")
+	wants(defaultBuild...)
 }

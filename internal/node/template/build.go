@@ -15,6 +15,7 @@ import (
 
 	"agentrun.dev/internal/engine"
 	"agentrun.dev/internal/guest/guestrpc"
+	"agentrun.dev/internal/network/addresses"
 	"agentrun.dev/internal/node"
 	"agentrun.dev/internal/sandbox"
 	"agentrun.dev/internal/storage/image"
@@ -25,8 +26,10 @@ import (
 type Builder struct {
 	Engine engine.Engine
 	Images *image.Store
-	// Pull is how images are pulled that are not in the store.
+	// Pull is how images are pulled that a namespace cannot use yet.
 	Pull image.PullOptions
+	// Guard says which addresses are closed for that; without it nothing is pulled.
+	Guard *addresses.Guard
 	// PlainRoots is for engines that cannot read extended attributes.
 	PlainRoots bool
 }
@@ -145,24 +148,17 @@ func (b *Builder) Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb en
 	return nil
 }
 
-// find looks an image up among the local ones, and pulls it otherwise.
+// find looks an image up among those of the template's namespace, and pulls it otherwise.
 func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handle, *image.Image, error) {
 	text := req.Spec.Image
-	img, err := b.Images.Resolve(text)
+	img, err := b.Images.ResolveIn(string(req.Namespace), text)
 	if req.Image != "" && (err != nil || string(img.Digest) != req.Image) {
-		if pinned, there := b.Images.Resolve(req.Image); there == nil { // its name may be another's by now
+		if pinned, there := b.Images.ResolveIn(string(req.Namespace), req.Image); there == nil { // its name may be another's by now
 			img, err = pinned, nil
 		}
 	}
 	if errors.Is(err, image.ErrNotFound) {
-		var ref image.Reference
-		if ref, err = image.ParseReference(text); err == nil {
-			err = req.Pull()
-		}
-		if err == nil {
-			say(req.Log, "pull %s", ref)
-			img, err = b.Images.Pull(ctx, ref, b.Pull)
-		}
+		img, err = b.pull(ctx, req, err)
 	}
 	if unavailable(err) {
 		err = fmt.Errorf("%w: %w", node.ErrInterrupted, err)
@@ -188,30 +184,55 @@ const resolving = 10 * time.Second
 
 // ResolveImage implements node.ImageResolver. A registry that has no answer is no error: whoever
 // builds asks it again, and says why.
-func (b *Builder) ResolveImage(ctx context.Context, name string) string {
-	img, err := b.Images.Resolve(name)
+func (b *Builder) ResolveImage(ctx context.Context, r node.ResolveRequest) string {
+	img, err := b.Images.ResolveIn(string(r.Namespace), r.Image)
 	if err == nil {
 		return string(img.Digest)
 	}
 	if !errors.Is(err, image.ErrNotFound) {
 		return "" // the build says what is wrong
 	}
-	ref, err := image.ParseReference(name)
+	ref, err := image.ParseReference(r.Image)
 	if err != nil {
 		return "" // likewise
 	}
 	ctx, cancel := context.WithTimeout(ctx, resolving)
 	defer cancel()
-	digest, err := image.Lookup(ctx, ref, b.Pull)
+	o := b.Pull
+	o.Tenant = &image.Tenant{Namespace: string(r.Namespace), Credentials: r.Credentials, Guard: b.Guard}
+	digest, err := image.Lookup(ctx, ref, o)
 	if err != nil {
 		return "" // likewise
 	}
 	return string(digest)
 }
 
-// DropImage removes an image that no template is made of any more.
-func (b *Builder) DropImage(ctx context.Context, name string) (gone bool, err error) {
-	_, err = b.Images.Remove(ctx, name)
+// pull pulls an image for the namespace of a template, where it was not found.
+func (b *Builder) pull(ctx context.Context, req node.BuildRequest, notFound error) (*image.Image, error) {
+	text := req.Spec.Image
+	if _, err := image.ParseDigest(text); err == nil {
+		return nil, fmt.Errorf("%w that namespace %s may use: write REGISTRY/NAME@%s, for the node to ask the registry", notFound, req.Namespace, text)
+	}
+	ref, err := image.ParseReference(text)
+	if err != nil {
+		return nil, err
+	}
+	if err := req.Pull(); err != nil {
+		return nil, err
+	}
+	say(req.Log, "pull %s", ref)
+	o := b.Pull
+	o.Tenant = &image.Tenant{Namespace: string(req.Namespace), Credentials: req.Credentials, Guard: b.Guard}
+	return b.Images.Pull(ctx, ref, o)
+}
+
+// DropImage takes an image's name away that no template of a namespace has any more.
+func (b *Builder) DropImage(ctx context.Context, n sandbox.Namespace, name string) (gone bool, err error) {
+	if n == "" {
+		_, err = b.Images.Remove(ctx, name)
+	} else {
+		err = b.Images.RemoveIn(ctx, string(n), name)
+	}
 	switch {
 	case errors.Is(err, image.ErrInUse):
 		return false, nil

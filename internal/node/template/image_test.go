@@ -73,19 +73,19 @@ func TestPinnedImage(t *testing.T) {
 		}
 		return string(made[0].Digest)
 	}
-	if got := b.ResolveImage(ctx, "/no/name"); got != "" {
+	if got := b.ResolveImage(ctx, node.ResolveRequest{Namespace: "default", Image: "/no/name"}); got != "" {
 		t.Errorf("%q", got)
 	}
 	first := load("one")
-	if got := b.ResolveImage(ctx, "team/app:1"); got != first {
+	if got := b.ResolveImage(ctx, node.ResolveRequest{Namespace: "default", Image: "team/app:1"}); got != first {
 		t.Errorf("%q, not %q", got, first)
 	}
 	second := load("two")
-	if got := b.ResolveImage(ctx, "team/app:1"); got != second || first == second {
+	if got := b.ResolveImage(ctx, node.ResolveRequest{Namespace: "default", Image: "team/app:1"}); got != second || first == second {
 		t.Errorf("%q, not %q", got, second)
 	}
 	found := func(pin string) (string, error) {
-		handle, img, err := b.find(ctx, node.BuildRequest{Spec: sandbox.TemplateSpec{Image: "team/app:1"}, Image: pin, Log: io.Discard})
+		handle, img, err := b.find(ctx, node.BuildRequest{Namespace: "default", Spec: sandbox.TemplateSpec{Image: "team/app:1"}, Image: pin, Log: io.Discard})
 		if err != nil {
 			return "", err
 		}

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"agentrun.dev/internal/engine"
+	"agentrun.dev/internal/storage/image"
 )
 
 // endPatience is how long the end of a sandbox may take to be known after its agent has
@@ -33,9 +34,12 @@ func whyCutOff(ctx context.Context, sb engine.Sandbox, err error) error {
 // that may be gone a moment later.
 func unavailable(err error) bool {
 	var passing interface{ Temporary() bool } // of a connection, or of an HTTP answer
+	var unreachable *image.Unreachable
 	switch {
 	case err == nil, errors.Is(err, context.Canceled):
 		return false
+	case errors.As(err, &unreachable):
+		return true // for whatever reason: how often it is tried must not tell which
 	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.ECONNRESET), errors.Is(err, io.ErrUnexpectedEOF):
 		return true
 	}

@@ -24,6 +24,10 @@ var features = []feature{
 	{name: "cordon", methods: []string{
 		nodev1.Node_CordonNode_FullMethodName, nodev1.Node_DrainNode_FullMethodName, nodev1.Node_UncordonNode_FullMethodName,
 	}},
+	{name: "images", methods: []string{
+		nodev1.Node_ListImages_FullMethodName, nodev1.Node_PublishImage_FullMethodName, nodev1.Node_UnpublishImage_FullMethodName,
+		nodev1.Node_ListRegistryLogins_FullMethodName, nodev1.Node_SetRegistryLogin_FullMethodName, nodev1.Node_DeleteRegistryLogin_FullMethodName,
+	}},
 	{name: "list-all-namespaces", fields: []protoreflect.FullName{
 		"agentrun.node.v1.ListTemplatesRequest.all_namespaces", "agentrun.node.v1.ListPoolsRequest.all_namespaces",
 		"agentrun.node.v1.ListSandboxesRequest.all_namespaces", "agentrun.node.v1.ListForksRequest.all_namespaces",

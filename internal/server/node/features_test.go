@@ -127,6 +127,25 @@ func TestOneVersionApart(t *testing.T) {
 			func(s *remote.Service) error { _, err := s.Cordon(c.ctx, true); return err },
 			func(s *remote.Service) error { _, err := s.Uncordon(c.ctx); return err },
 		},
+		"images": {
+			func(s *remote.Service) error { _, err := s.Images(c.ctx, "default", sandbox.Page{}); return err },
+			func(s *remote.Service) error {
+				_, err := s.PublishImage(c.ctx, sandbox.PublishRequest{Image: "gone"})
+				return not(err, sandbox.CodeNotFound)
+			},
+			func(s *remote.Service) error { return not(s.UnpublishImage(c.ctx, "gone"), sandbox.CodeNotFound) },
+			func(s *remote.Service) error {
+				_, err := s.RegistryLogins(c.ctx, "default", sandbox.Page{})
+				return err
+			},
+			func(s *remote.Service) error {
+				_, err := s.SetRegistryLogin(c.ctx, "default", "registry.example.com", sandbox.RegistryCredentials{Username: "a", Password: "b"})
+				return err
+			},
+			func(s *remote.Service) error {
+				return not(s.DeleteRegistryLogin(c.ctx, "default", "gone.example.com"), sandbox.CodeNotFound)
+			},
+		},
 		"owners": {
 			func(s *remote.Service) error {
 				_, _, err := s.Claim(c.ctx, sandbox.ClaimRequest{Key: k("o"), Owner: "o", Spec: sandbox.ClaimSpec{Pool: "pool"}})

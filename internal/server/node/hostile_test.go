@@ -272,7 +272,8 @@ func TestNodeSlow(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			var logged managertest.Log
 			testSlow(t, &logged, connect(t, func(c *server.Config) {
-				c.BodyTimeout, c.StallTimeout = 50*time.Millisecond, 50*time.Millisecond
+				// Long enough for those who are not slow on a machine that is.
+				c.BodyTimeout, c.StallTimeout = 500*time.Millisecond, 500*time.Millisecond
 				c.Log = slog.New(slog.NewTextHandler(&logged, nil))
 			}))
 		})
@@ -297,7 +298,11 @@ func testSlow(t *testing.T, logged *managertest.Log, c *nodeClient) {
 		large[k] = strings.Repeat("x", 4096)
 	}
 	for _, name := range []string{"a", "b", "c", "d"} {
-		managertest.Must(c.ClaimSandbox(c.ctx, &nodev1.ClaimSandboxRequest{Name: name, Pool: "pool", Metadata: large}))(t)
+		// Not over the connection: so large a request is not to be sent in time.
+		ask := sandbox.ClaimRequest{Key: sandbox.Key{Namespace: "default", Name: sandbox.Name(name)}, Spec: sandbox.ClaimSpec{Pool: "pool", Metadata: large}}
+		if _, _, err := c.Manager.Claim(t.Context(), ask); err != nil {
+			t.Fatal(err)
+		}
 	}
 	stalled := managertest.Must(c.Watch(c.ctx, &nodev1.WatchRequest{Kinds: []nodev1.ObjectKind{nodev1.ObjectKind_OBJECT_KIND_SANDBOX}}))(t)
 	c.Eventually(func() bool { return strings.Contains(logged.String(), "node.v1.Node/Watch") }) // it has ended

@@ -99,3 +99,20 @@ func TestOwnersByRole(t *testing.T) {
 		t.Error("a token or a value is in the log")
 	}
 }
+
+// TestOnceWithoutValues: nothing that is kept of a request with an idempotency key depends on the
+// values of secrets: a short one could be guessed by its digest.
+func TestOnceWithoutValues(t *testing.T) {
+	ask := func(name, value string) sandbox.Once {
+		o := managertest.Must(once(t.Context(), nodev1.Node_ClaimSandbox_FullMethodName, &nodev1.ClaimSandboxRequest{
+			Namespace: "default", Pool: "pool", IdempotencyKey: "k", SecretValues: map[string][]byte{name: []byte(value)},
+		}))(t)
+		return *o
+	}
+	if ask("PIN", "1234") != ask("PIN", "9876") {
+		t.Error("it depends on a value")
+	}
+	if ask("PIN", "1234") == ask("CODE", "1234") {
+		t.Error("it does not depend on the variables")
+	}
+}

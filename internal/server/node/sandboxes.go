@@ -21,7 +21,7 @@ type onceRequest interface {
 }
 
 // once is the identity of a request that has an idempotency key, nil of one
-// without. It is that of all its fields.
+// without. It is that of all its fields but for the values of secrets.
 func once(ctx context.Context, method string, r onceRequest) (*sandbox.Once, error) {
 	given := r.GetIdempotencyKey()
 	if given == "" {
@@ -30,13 +30,27 @@ func once(ctx context.Context, method string, r onceRequest) (*sandbox.Once, err
 	if len(given) > server.MaxIdempotencyKey {
 		return nil, sandbox.Invalid("idempotency_key", "it has 1 to %d characters", server.MaxIdempotencyKey)
 	}
-	body, err := proto.MarshalOptions{Deterministic: true}.Marshal(r)
+	body, err := proto.MarshalOptions{Deterministic: true}.Marshal(withoutValues(r))
 	if err != nil {
 		return nil, err
 	}
 	who := server.PrincipalOf(ctx)
 	o := sandbox.NewOnce(who.Name, method, given, body)
 	return &o, nil
+}
+
+// withoutValues is a request without the values of secrets: the identity of a request is kept on
+// disk as a digest, by which short values could be guessed.
+func withoutValues(r proto.Message) proto.Message {
+	claim, ok := r.(*nodev1.ClaimSandboxRequest)
+	if !ok || len(claim.GetSecretValues()) == 0 {
+		return r
+	}
+	claim = proto.CloneOf(claim)
+	for name := range claim.GetSecretValues() {
+		claim.SecretValues[name] = nil
+	}
+	return claim
 }
 
 // replayedHeader marks an answer that was given before, as REST's Idempotency-Replayed

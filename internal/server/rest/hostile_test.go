@@ -268,7 +268,7 @@ func TestDescribed(t *testing.T) {
 
 // TestSlowSender: who does not send its body in time is told so, and let go.
 func TestSlowSender(t *testing.T) {
-	n := newNode(t, func(c *Config) { c.BodyTimeout, c.StallTimeout = 50*time.Millisecond, 250*time.Millisecond })
+	n := newNode(t, func(c *Config) { c.BodyTimeout, c.StallTimeout = 300*time.Millisecond, 500*time.Millisecond })
 	n.setUp()
 	n.claim("a")
 	for _, request := range []string{
@@ -302,7 +302,7 @@ func TestSlowSender(t *testing.T) {
 		t.Error("half a file was written")
 	}
 	// A request that takes longer than any of these to serve is served.
-	if r := as[rest.ExecResult](n.do("POST", v1+"/sandboxes/a/execs", rest.ExecRequest{Shell: "sleep 0.4; echo done"}).ok(200)); r.Stdout != "done\n" {
+	if r := as[rest.ExecResult](n.do("POST", v1+"/sandboxes/a/execs", rest.ExecRequest{Shell: "sleep 0.8; echo done"}).ok(200)); r.Stdout != "done\n" {
 		t.Errorf("%+v", r)
 	}
 }
@@ -312,7 +312,7 @@ func TestSlowSender(t *testing.T) {
 func TestSlowReader(t *testing.T) {
 	left := make(chan struct{}, 16)
 	n := newNode(t, func(c *Config) {
-		c.StallTimeout = 50 * time.Millisecond
+		c.StallTimeout = 300 * time.Millisecond
 		c.Log = slog.New(slog.NewTextHandler(noticer{"execs", left}, nil))
 	})
 	n.setUp()

@@ -85,7 +85,7 @@ func listing[T, R any](a *api, w http.ResponseWriter, r *http.Request, namespace
 // and costs are not watched.
 func versioned[T any]() bool {
 	switch any(*new(T)).(type) {
-	case sandbox.Secret, sandbox.Cost:
+	case sandbox.Secret, sandbox.Cost, sandbox.Image, sandbox.RegistryLogin:
 		return false
 	}
 	return true

@@ -188,6 +188,16 @@ func TestExpires(t *testing.T) {
 	n.do("POST", v1+"/sandboxes", `{"name":"b","pool":"pool","expires":"0001-01-01T00:00:00Z"}`).refused(400, "invalid")
 }
 
+// TestExpiresInNoYear: a time that is of the year 10000 in UTC is refused, and not a defect.
+func TestExpiresInNoYear(t *testing.T) {
+	n := newNode(t)
+	n.setUp()
+	at := n.claim("a")
+	const late = "9999-12-31T23:59:59-12:00"
+	n.do("POST", v1+"/sandboxes", map[string]string{"name": "b", "pool": "pool", "expires": late}).refused(400, "invalid")
+	n.do("POST", at+"/extend", map[string]string{"expires": late}).refused(400, "invalid")
+}
+
 // TestForkOfMany: names for the children, all or none, and a checkpoint of the same instant.
 func TestForkOfMany(t *testing.T) {
 	n := newNode(t)
@@ -210,5 +220,29 @@ func TestForkOfMany(t *testing.T) {
 		rest.ForkCreate{Replicas: 1, Names: []string{"../b"}}, `{"replicas":1,"checkpoint":"../c"}`, `{"replicas":1,"children":[{"owner":"me"}]}`,
 	} {
 		n.do("POST", at, body).refused(400, "invalid")
+	}
+}
+
+// TestTerminalOfAReplacedToken: a token of a terminal is no better than the token, or the key,
+// that it was asked for with.
+func TestTerminalOfAReplacedToken(t *testing.T) {
+	n, s := ownedNode(t, "ars_given")
+	const owned = v1 + "/sandboxes/owned"
+	var tickets []string
+	for range 16 {
+		r := n.with("ars_given").do("POST", owned+"/terminal", rest.TerminalRequest{Argv: []string{"/bin/cat"}}).ok(201)
+		tickets = append(tickets, as[rest.Terminal](r).Token)
+	}
+	if _, err := n.Manager.SetToken(sandbox.WithOwning(t.Context()), s.Key, sandbox.HashToken("ars_next")); err != nil {
+		t.Fatal(err)
+	}
+	for _, ticket := range tickets {
+		conn, res, err := n.dialTerminal(owned+"/terminal", ticket, "")
+		if err == nil {
+			_ = conn.CloseNow()
+			t.Error("it opened")
+		} else if res == nil || res.StatusCode != http.StatusUnauthorized {
+			t.Errorf("%v, %v", res, err)
+		}
 	}
 }

@@ -1,6 +1,7 @@
 package rest
 
 import (
+	"encoding/json"
 	"fmt"
 	"slices"
 	"strings"
@@ -43,4 +44,56 @@ func TestPagesByBytes(t *testing.T) {
 	if !slices.Equal(got, want) || !slices.Equal(pages, []int{4, 1, 4}) {
 		t.Errorf("pages of %v: %q", pages, got)
 	}
+}
+
+// TestPagesOfSandboxesByBytes: the same of sandboxes with much metadata, those that run and
+// those that have ended, and of their checkpoints, whose records have it, too. Of pools and
+// forks, which are small, internal/node reads pages by bytes.
+func TestPagesOfSandboxesByBytes(t *testing.T) {
+	n := newNode(t)
+	n.setUp()
+	metadata := rest.Metadata{} // about 250 KiB
+	for i := range 61 {
+		metadata[fmt.Sprint("k", i)] = strings.Repeat("x", 4096)
+	}
+	const count = 9
+	var want []string
+	for i := range count {
+		name := fmt.Sprint("s", i)
+		n.do("POST", v1+"/sandboxes", rest.SandboxCreate{Name: name, Pool: "pool", Metadata: metadata}).ok(201)
+		n.do("POST", v1+"/sandboxes/"+name+"/checkpoints", rest.CheckpointCreate{Name: name}).ok(201)
+		want = append(want, name)
+	}
+	// read reads a list to its end. Pages with as much as they may have are refused.
+	read := func(path string, most int) {
+		t.Helper()
+		var got []string
+		pages := 0
+		for after := ""; pages == 0 || after != ""; pages++ {
+			answer := n.do("GET", v1+path+"limit=100&after="+after, nil).ok(200)
+			var page struct {
+				Items []struct{ Name string }
+				Next  string
+			}
+			if err := json.Unmarshal(answer.body, &page); err != nil {
+				t.Fatal(err)
+			}
+			if len(answer.body) > 2<<20 || len(page.Items) > most {
+				t.Errorf("%s: a page has %d objects, %d bytes", path, len(page.Items), len(answer.body))
+			}
+			for _, one := range page.Items {
+				got = append(got, one.Name)
+			}
+			after = page.Next
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("%s in %d pages: %q", path, pages, got)
+		}
+	}
+	read("/sandboxes?", 5)
+	read("/checkpoints?", count) // what is shown of them is small
+	for _, name := range want {
+		n.do("DELETE", v1+"/sandboxes/"+name, nil).ok(200)
+	}
+	read("/sandboxes?ended=true&", 5)
 }

@@ -479,7 +479,7 @@ func TestPortSlash(t *testing.T) {
 // TestPortStall: a client that stops sending, or that stops reading, does not
 // keep a sandbox in use for ever.
 func TestPortStall(t *testing.T) {
-	n := newNode(t, func(c *Config) { c.StallTimeout = 100 * time.Millisecond })
+	n := newNode(t, func(c *Config) { c.StallTimeout = 300 * time.Millisecond })
 	n.setUp()
 	at := n.claim("box")
 	gone := make(chan struct{}, 2)

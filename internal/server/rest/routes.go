@@ -98,6 +98,14 @@ var routes = map[string]access.Operation{
 	"GET /v1/namespaces/{namespace}/ca": "getCA",
 	"PUT /v1/namespaces/{namespace}/ca": "putCA",
 
+	"GET /v1/namespaces/{namespace}/images": "listImages",
+	"POST /v1/images/publish":               "publishImage",
+	"POST /v1/images/unpublish":             "unpublishImage",
+
+	"GET /v1/namespaces/{namespace}/registries":    "listRegistryLogins",
+	"PUT /v1/namespaces/{namespace}/registries":    "putRegistryLogin",
+	"DELETE /v1/namespaces/{namespace}/registries": "deleteRegistryLogin",
+
 	"GET /v1/namespaces/{namespace}/quota":    "getQuota",
 	"PUT /v1/namespaces/{namespace}/quota":    "putQuota",
 	"DELETE /v1/namespaces/{namespace}/quota": "deleteQuota",

@@ -200,8 +200,9 @@ func TestTerminalTokens(t *testing.T) {
 	n.claim("box")
 	refused("of a sandbox that has ended", at+"/terminal", moved.Token, "", 401)
 
-	for i := range maxTickets {
-		if _, _, err := store.issue(ticket{who: access.Principal{Name: fmt.Sprint("key:", i)}}); err != nil {
+	for i := range maxTickets { // of as many namespaces: none has more than another
+		k := sandbox.Key{Namespace: sandbox.Namespace(fmt.Sprint("n", i)), Name: "box"}
+		if _, _, err := store.issue(ticket{who: access.Principal{Name: fmt.Sprint("key:", i)}, key: k}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -243,6 +244,98 @@ func TestTerminalShare(t *testing.T) {
 				t.Errorf("after one was used: %v", err)
 			}
 		})
+	}
+}
+
+// TestTerminalShareOfNamespaces: each sandbox's token is a principal, and yet many sandboxes
+// of one namespace take no tokens from another namespace, from a key of their own, and not
+// much memory. Greedy namespaces together take none from one that has few.
+func TestTerminalShareOfNamespaces(t *testing.T) {
+	store := NewTerminals()
+	now := time.Now()
+	sum := func() (n int64) {
+		for _, one := range store.tickets {
+			n += one.cost
+		}
+		return n
+	}
+	large := strings.Repeat("x", maxTerminalBody/2)
+	// ask is a sandbox's asking for a terminal of itself, with its token.
+	ask := func(namespace sandbox.Namespace, box, env int) (string, error) {
+		id := sandbox.ID(fmt.Sprint(namespace, "-", box))
+		who := access.Principal{Name: "sandbox:" + string(id), Role: access.RoleSandbox, Namespaces: []sandbox.Namespace{namespace}, Sandbox: id}
+		req := guestrpc.ExecRequest{Argv: []string{"sh"}, Env: []string{large[:env]}}
+		token, _, err := store.issue(ticket{who: who, key: sandbox.Key{Namespace: namespace, Name: sandbox.Name(id)}, id: id, req: req})
+		return token, err
+	}
+	for _, env := range []int{0, maxTerminalBody / 2} {
+		store.now, store.tickets = func() time.Time { return now }, nil
+		refused := 0
+		for box := range 2 * maxNamespaceTickets { // 128 each would be 64 times the bound of the node
+			for range 2 {
+				if _, err := ask("greedy", box, env); err != nil {
+					if !sandbox.HasCode(err, sandbox.CodeCapacity) || !strings.Contains(err.Error(), "namespace greedy") {
+						t.Fatal(err)
+					}
+					refused++
+				}
+			}
+		}
+		if sum() > maxNamespaceTickets*ticketCost || refused == 0 {
+			t.Errorf("sandboxes of a namespace have tokens of %d bytes, %d were refused", sum(), refused)
+		}
+		quiet, err := ask("quiet", 0, env)
+		if err != nil {
+			t.Fatalf("another namespace: %v", err)
+		}
+		for n := range 2 * maxTickets / maxNamespaceTickets { // all together have more than the node's bound
+			for box := range maxNamespaceTickets {
+				_, _ = ask(sandbox.Namespace(fmt.Sprint("greedy-", n)), box, env) // most are refused
+			}
+		}
+		if sum() > maxTickets*ticketCost {
+			t.Errorf("all tokens have %d bytes", sum())
+		}
+		if _, err := store.redeem(quiet); err != nil {
+			t.Errorf("the token of a quiet namespace went: %v", err)
+		}
+		if _, err := ask("late", 0, env); err != nil {
+			t.Errorf("a namespace that comes when all is taken: %v", err)
+		}
+	}
+}
+
+// TestTerminalShareInNamespace: sandboxes that take all tokens of their namespace do not keep
+// out a key of it, which has none yet.
+func TestTerminalShareInNamespace(t *testing.T) {
+	store := NewTerminals()
+	box := func(n int) ticket {
+		return ticket{who: access.Principal{Name: fmt.Sprint("sandbox:", n)}, key: sandbox.Key{Namespace: "a"}}
+	}
+	var first string
+	for n := range 4 {
+		for i := range maxNamespaceTickets / 4 {
+			token, _, err := store.issue(box(n))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if n == 0 && i == 0 {
+				first = token
+			}
+		}
+	}
+	if _, _, err := store.issue(box(0)); !sandbox.HasCode(err, sandbox.CodeCapacity) {
+		t.Errorf("beyond the namespace's bound: %v", err)
+	}
+	mine, _, err := store.issue(ticket{who: access.Principal{Name: "key:operator"}, key: sandbox.Key{Namespace: "a"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := store.redeem(mine); err != nil {
+		t.Error(err)
+	}
+	if _, err := store.redeem(first); err == nil || len(store.tickets) != maxNamespaceTickets-1 {
+		t.Errorf("%d tokens wait, and the oldest of those who have the most is among them (%v)", len(store.tickets), err)
 	}
 }
 

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 	"time"
+	"unsafe"
 
 	"agentrun.dev/internal/access"
 	"agentrun.dev/internal/guest/guestrpc"
@@ -21,30 +22,41 @@ import (
 // just got one opens its terminal at once.
 const ticketLife = 30 * time.Second
 
-// Bounds of the tokens that nobody has redeemed yet: of all principals, and of one,
-// which leaves room for the others and takes little memory.
+// Bounds of the tokens that nobody has redeemed yet: of all, of those for sandboxes of one
+// namespace, and of one principal. Each sandbox's token is a principal of its own, so the
+// namespace is what bounds a tenant with many sandboxes.
 const (
-	maxTickets        = 1024
-	maxOwnTickets     = 128
-	maxOwnTicketBytes = 2 * maxTerminalBody
+	maxTickets          = 1024
+	maxNamespaceTickets = 256
+	maxOwnTickets       = 128
+
+	// ticketCost is how many bytes a ticket counts at least. The bounds hold for the sums of
+	// what tickets count: one with a large environment is as much as several.
+	ticketCost = 16 << 10
 )
 
 // ticket is what a token of a terminal stands for.
 type ticket struct {
+	digest  [sha256.Size]byte // of the token
 	who     access.Principal
 	key     sandbox.Key
 	id      sandbox.ID // names can go to others
 	req     guestrpc.ExecRequest
 	expires time.Time
+	cost    int64 // see ticketCost
 }
 
-// size is about what a ticket takes that its principal has chosen.
-func (t ticket) size() (n int64) {
-	for _, text := range slices.Concat(t.req.Argv, t.req.Env, []string{t.req.Workdir, t.req.User}) {
-		n += int64(len(text))
+// costOf is about how many bytes a ticket with a command takes in memory.
+func costOf(req guestrpc.ExecRequest) (n int64) {
+	const header = int64(unsafe.Sizeof(""))
+	for _, text := range slices.Concat(req.Argv, req.Env, []string{req.Workdir, req.User}) {
+		n += header + int64(len(text))
 	}
-	return n
+	return max(n, ticketCost)
 }
+
+func (t ticket) principal() string { return t.who.Name }
+func (t ticket) namespace() string { return string(t.key.Namespace) }
 
 // Terminals keeps the tokens of terminals until they are redeemed. The servers
 // of one daemon share it: who gives a token away need not be reached the same
@@ -53,42 +65,90 @@ type Terminals struct {
 	now func() time.Time
 
 	mu      sync.Mutex // protects tickets
-	tickets map[[sha256.Size]byte]ticket
+	tickets []ticket   // in the order in which they were issued
 }
 
 // NewTerminals makes a store without tokens.
-func NewTerminals() *Terminals {
-	return &Terminals{now: time.Now, tickets: map[[sha256.Size]byte]ticket{}}
-}
+func NewTerminals() *Terminals { return &Terminals{now: time.Now} }
 
 // issue makes a token.
 func (ts *Terminals) issue(t ticket) (token string, expires time.Time, err error) {
 	ts.mu.Lock()
 	defer ts.mu.Unlock()
 	now := ts.now()
-	own, bytes := 1, t.size()
-	for digest, old := range ts.tickets {
-		switch {
-		case !now.Before(old.expires):
-			delete(ts.tickets, digest)
-		case old.who.Name == t.who.Name:
-			own++
-			bytes += old.size()
-		}
-	}
-	if own > maxOwnTickets || bytes > maxOwnTicketBytes {
-		return "", time.Time{}, sandbox.Errorf(sandbox.CodeCapacity, "too many tokens of terminals of %s wait to be used", t.who.Name).
-			Because("a principal has at most %d at a time, with commands and environments of %d bytes", maxOwnTickets, maxOwnTicketBytes).
-			Try("Use them, or try again in %v", ticketLife)
-	}
-	if len(ts.tickets) >= maxTickets {
-		return "", time.Time{}, sandbox.Errorf(sandbox.CodeCapacity, "%d tokens of terminals wait to be used", maxTickets).
-			Try("Try again in %v", ticketLife)
+	ts.tickets = slices.DeleteFunc(ts.tickets, func(old ticket) bool { return !now.Before(old.expires) })
+	t.cost = costOf(t.req)
+	others, err := makeRoom(ts.tickets, t)
+	if err != nil {
+		return "", time.Time{}, err
 	}
 	token = rand.Text() + rand.Text()
-	t.expires = now.Add(ticketLife)
-	ts.tickets[sha256.Sum256([]byte(token))] = t
+	t.digest, t.expires = sha256.Sum256([]byte(token)), now.Add(ticketLife)
+	ts.tickets = append(others, t)
 	return token, t.expires.UTC(), nil
+}
+
+// makeRoom is what is left of some tickets beside a new one, or refuses that. A new one takes
+// the place of the oldest of the principal with the most in its namespace, and then of the
+// namespace with the most, as long as these have more than it has itself: whoever has many
+// takes no tokens from those who have few.
+func makeRoom(all []ticket, t ticket) ([]ticket, error) {
+	own := t.cost
+	for _, old := range all {
+		if old.principal() == t.principal() {
+			own += old.cost
+		}
+	}
+	if own > maxOwnTickets*ticketCost {
+		return nil, tooManyTickets(t.who.Name, "a principal", maxOwnTickets)
+	}
+	sameNamespace := func(old ticket) bool { return old.namespace() == t.namespace() }
+	all, ok := displace(all, t, sameNamespace, ticket.principal, maxNamespaceTickets)
+	if !ok {
+		return nil, tooManyTickets("namespace "+t.namespace(), "a namespace", maxNamespaceTickets)
+	}
+	everywhere := func(ticket) bool { return true }
+	if all, ok = displace(all, t, everywhere, ticket.namespace, maxTickets); !ok {
+		return nil, tooManyTickets("the node", "a node", maxTickets)
+	}
+	return all, nil
+}
+
+// displace leaves out tickets, of those that are within a bound, until there is room for t. It
+// fails where no group has more than that of t would have. It does not change what all points to.
+func displace(all []ticket, t ticket, within func(ticket) bool, group func(ticket) string, most int64) (_ []ticket, ok bool) {
+	for copied := false; ; {
+		costs, total := map[string]int64{}, t.cost
+		greedy := group(t)
+		for _, old := range all {
+			if !within(old) {
+				continue
+			}
+			g := group(old)
+			costs[g] += old.cost
+			total += old.cost
+			if costs[g] > costs[greedy] {
+				greedy = g
+			}
+		}
+		if total <= most*ticketCost {
+			return all, true
+		}
+		if costs[group(t)]+t.cost >= costs[greedy] {
+			return nil, false
+		}
+		if !copied {
+			all, copied = slices.Clone(all), true
+		}
+		oldest := slices.IndexFunc(all, func(old ticket) bool { return within(old) && group(old) == greedy })
+		all = slices.Delete(all, oldest, oldest+1)
+	}
+}
+
+func tooManyTickets(of, one string, most int) error {
+	return sandbox.Errorf(sandbox.CodeCapacity, "too many tokens of terminals of %s wait to be used", of).
+		Because("%s has at most %d at a time, with commands and environments of %d bytes", one, most, most*ticketCost).
+		Try("Use them, or try again in %v", ticketLife)
 }
 
 // redeem uses a token up. It is looked for by its digest, which tells nothing
@@ -97,9 +157,15 @@ func (ts *Terminals) redeem(token string) (ticket, error) {
 	digest := sha256.Sum256([]byte(token))
 	ts.mu.Lock()
 	defer ts.mu.Unlock()
-	t, found := ts.tickets[digest]
-	delete(ts.tickets, digest)
-	if !found || !ts.now().Before(t.expires) {
+	i := slices.IndexFunc(ts.tickets, func(t ticket) bool { return t.digest == digest })
+	if i < 0 {
+		return ticket{}, errNoTicket()
+	}
+	t := ts.tickets[i]
+	ts.tickets = slices.Delete(ts.tickets, i, i+1)
+	// It is no better than the key, or the token of a sandbox, that it was asked for with.
+	over := t.who.Until != nil && t.who.Until.Err() != nil
+	if over || !ts.now().Before(t.expires) {
 		return ticket{}, errNoTicket()
 	}
 	return t, nil
@@ -107,7 +173,7 @@ func (ts *Terminals) redeem(token string) (ticket, error) {
 
 func errNoTicket() error {
 	return sandbox.Errorf(access.CodeUnauthenticated, "the token opens no terminal here").
-		Because("it was used, has expired or is for another sandbox").Try("POST to the terminal for a new one")
+		Because("it was used, has expired, has given way to those of others or is for another sandbox").Try("POST to the terminal for a new one")
 }
 
 // authenticateRoute says who makes a request to a route: who asked for the terminal

@@ -1,7 +1,16 @@
 package servertest
 
 import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"fmt"
+	"math/big"
 	"strings"
+	"time"
 
 	"agentrun.dev/internal/sandbox"
 )
@@ -33,6 +42,14 @@ func (s *suite) authorities() {
 	if again.Revision == first.Revision {
 		s.Errorf("the template is still of revision %s with another CA", again.Revision)
 	}
+	certificate, key, err := ownCA("given.example.org")
+	s.must(err)
+	given, err := s.Service.SetNamespaceCA(s.ctx, s.namespace, sandbox.CASpec{Certificate: certificate, Key: sandbox.CAKey(key)})
+	s.must(err)
+	if given.Certificate != certificate || len(given.Names) != 1 || given.Names[0] != "given.example.org" || strings.Contains(fmt.Sprintf("%+v", given), "PRIVATE") {
+		s.Errorf("the CA that an administrator has made is %+v", given)
+	}
+	set = given
 	for what, spec := range map[string]sandbox.CASpec{
 		"no name":               {Names: []string{"*"}},
 		"an address":            {Names: []string{"10.0.0.1"}},
@@ -52,4 +69,27 @@ func (s *suite) authorities() {
 	if got, err := s.Service.NamespaceCA(s.ctx, s.namespace); err != nil || got.Fingerprint != set.Fingerprint {
 		s.Errorf("what was refused has changed the CA to %+v, %v", got, err)
 	}
+}
+
+// ownCA makes a CA for one name, as an administrator does who has one for all nodes.
+func ownCA(name string) (certificate, key string, err error) {
+	private, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return "", "", err
+	}
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "An administrator's CA"},
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(24 * time.Hour),
+		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
+		PermittedDNSDomainsCritical: true, PermittedDNSDomains: []string{name},
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, &private.PublicKey, private)
+	if err != nil {
+		return "", "", err
+	}
+	b, err := x509.MarshalPKCS8PrivateKey(private)
+	if err != nil {
+		return "", "", err
+	}
+	return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})), string(pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: b})), nil
 }

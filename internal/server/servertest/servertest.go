@@ -68,6 +68,8 @@ func Run(t *testing.T, target Target) {
 		{"cordon", "", (*suite).cordon},
 		{"network", "", (*suite).network},
 		{"authorities", "", (*suite).authorities},
+		{"images", "", (*suite).images},
+		{"registries", "", (*suite).registries},
 		{"by-id", ByID, (*suite).byID},
 		{"sessions", Sessions, (*suite).sessions},
 		{"logs", Logs, (*suite).logs},

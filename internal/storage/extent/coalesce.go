@@ -2,15 +2,15 @@ package extent
 
 import "slices"
 
-// Coalesce joins neighbours, those with the smallest gaps first, until at most most
-// (at least one) are left. Adjacent ones are always joined, empty ones dropped.
+// Coalesce joins neighbouring runs over the smallest gaps until at most most runs
+// (at least one) are left. It always joins adjacent runs and drops empty ones.
 func Coalesce(runs []Run, most int) []Run {
 	runs, gaps := Gaps(runs)
 	return CloseSmallest(runs, gaps, len(runs)-max(most, 1))
 }
 
-// Gaps joins adjacent runs, drops empty ones, and lists the sizes of the gaps that
-// are left between runs, ascending.
+// Gaps joins adjacent runs, drops empty ones, and lists the sizes of the remaining
+// gaps in ascending order.
 func Gaps(runs []Run) (joined []Run, gaps []uint64) {
 	joined = joinGaps(runs, func(gap uint64) bool { return gap == 0 })
 	for i := 1; i < len(joined); i++ {
@@ -20,13 +20,14 @@ func Gaps(runs []Run) (joined []Run, gaps []uint64) {
 	return joined, gaps
 }
 
-// CloseSmallest closes n of the gaps that Gaps has found.
+// CloseSmallest closes the n smallest of the gaps that Gaps has listed.
 func CloseSmallest(runs []Run, gaps []uint64, n int) []Run {
 	if n <= 0 {
 		return runs
 	}
 	limit := gaps[n-1]
-	// Of the gaps as large as the limit only as many are closed as needed.
+	// Of the gaps that are exactly as large as the limit, only as many as
+	// needed are closed.
 	below, _ := slices.BinarySearch(gaps, limit)
 	ties := n - below
 	return joinGaps(runs, func(gap uint64) bool {
@@ -38,7 +39,7 @@ func CloseSmallest(runs []Run, gaps []uint64, n int) []Run {
 	})
 }
 
-// joinGaps joins the neighbours between which join accepts the gap.
+// joinGaps joins neighbours if join accepts the gap between them.
 func joinGaps(runs []Run, join func(gap uint64) bool) []Run {
 	var out []Run
 	for _, r := range runs {

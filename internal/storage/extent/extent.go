@@ -1,4 +1,4 @@
-// Package extent owns runs of bytes in a memory or on a disk, and what is done with
+// Package extent defines runs of bytes in a memory or on a disk, and operations on
 // lists of them. A list is sorted and its runs are disjoint, unless a function says
 // otherwise.
 package extent
@@ -12,15 +12,15 @@ import (
 // PageSize is the granule of runs.
 const PageSize = 4096
 
-// Run is a range of bytes. Of a memory, Start counts RAM alone and not the gap in
-// the guest's addresses.
+// Run is a range of bytes. In a memory, Start is an offset in RAM, which leaves
+// out the gap in the guest's addresses.
 type Run struct{ Start, Length uint64 }
 
 // End is the first offset after the run.
 func (r Run) End() uint64 { return r.Start + r.Length }
 
-// Append adds [start, end) to a list that ends before it: to the last run if that
-// ends where this begins.
+// Append adds [start, end) to a list that ends before it. If the last run ends at
+// start, Append extends that run.
 func Append(runs []Run, start, end uint64) []Run {
 	if n := len(runs); n > 0 && runs[n-1].End() == start {
 		runs[n-1].Length += end - start
@@ -35,8 +35,8 @@ func Sort(runs []Run) []Run {
 	return runs
 }
 
-// Unite is what is in any of some lists, which need not be sorted. Runs that touch
-// become one.
+// Unite returns the bytes that are in at least one of the lists, which need not be
+// sorted. Adjacent runs become one.
 func Unite(lists ...[]Run) []Run {
 	var out []Run
 	for _, r := range Sort(slices.Concat(lists...)) {
@@ -49,7 +49,7 @@ func Unite(lists ...[]Run) []Run {
 	return out
 }
 
-// Intersect is what is in both lists.
+// Intersect returns the bytes that are in both lists.
 func Intersect(a, b []Run) []Run {
 	var out []Run
 	for len(a) > 0 && len(b) > 0 {
@@ -65,7 +65,7 @@ func Intersect(a, b []Run) []Run {
 	return out
 }
 
-// Subtract is what is in runs and not in cuts.
+// Subtract returns the bytes that are in runs and not in cuts.
 func Subtract(runs, cuts []Run) []Run {
 	var out []Run
 	for _, r := range runs {
@@ -98,9 +98,9 @@ func Total(runs []Run) (bytes uint64) {
 	return bytes
 }
 
-// Check checks a list that another process has sent: it has at most most runs, in
-// whole pages, sorted, disjoint and inside size bytes. So their lengths add up to at
-// most size.
+// Check checks a list that another process has sent: it has at most most runs, which
+// consist of whole pages, are sorted, disjoint and inside size bytes. So their
+// lengths add up to at most size.
 func Check(runs []Run, size uint64, most int) error {
 	if len(runs) > most {
 		return fmt.Errorf("%d runs: at most %d are possible", len(runs), most)

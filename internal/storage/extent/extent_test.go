@@ -28,7 +28,7 @@ func TestCoalesce(t *testing.T) {
 	}
 }
 
-// randomRuns are sorted and disjoint, sometimes adjacent.
+// randomRuns makes sorted and disjoint runs, some of them adjacent.
 func randomRuns(r *rand.Rand, pages uint64, most int) []Run {
 	var runs []Run
 	var at uint64
@@ -44,7 +44,7 @@ func randomRuns(r *rand.Rand, pages uint64, most int) []Run {
 	return runs
 }
 
-// TestCoalesceIsOptimal compares the cost with that of the smallest gaps.
+// TestCoalesceIsOptimal compares the cost with the sum of the smallest gaps.
 func TestCoalesceIsOptimal(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 1))
 	for range 2000 {
@@ -103,7 +103,7 @@ func TestIntersect(t *testing.T) {
 	}
 }
 
-// TestSets compares with sets of pages.
+// TestSets compares the operations with sets of pages.
 func TestSets(t *testing.T) {
 	const pages = 60
 	r := rand.New(rand.NewPCG(1, 2))

@@ -108,7 +108,7 @@ func (s *Store) build(ctx context.Context, r debian.Recipe, o BuildOptions) (_ *
 		return nil, err
 	}
 	img.Digest = newDigest(sha256.Sum256(content))
-	if err := s.commit(ctx, w, img, o.Names); err != nil {
+	if err := s.commit(ctx, w, img, naming{names: o.Names}); err != nil {
 		return nil, err
 	}
 	report.Phase(Progress{Phase: PhaseDone})
@@ -150,7 +150,7 @@ func (s *Store) built(ctx context.Context, key string, named []Reference) (*Imag
 			continue
 		}
 		// A damaged one is built again.
-		if img, err := s.found(ctx, e.Digest, named); err == nil {
+		if img, err := s.found(ctx, e.Digest, naming{names: named}); err == nil {
 			return img, nil
 		}
 	}

@@ -25,38 +25,38 @@ type Removed struct {
 	Deleted bool
 }
 
-// Remove takes a name away from an image, and deletes the image if that was the
-// last; by its digest it deletes it with all names. An image in use stays as it
-// is: ErrInUse.
+// Remove takes a published name away from an image, and deletes the image if that was the
+// last and no namespace has one; by its digest it deletes it with all names. An image in
+// use stays as it is: ErrInUse.
 func (s *Store) Remove(ctx context.Context, text string) (r Removed, err error) {
 	var trash string
 	err = s.locked(ctx, func() error {
-		n, err := s.readNames()
+		c, err := s.readCatalog()
 		if err != nil {
 			return err
 		}
-		if r.Digest, err = s.resolve(n, text); err != nil {
+		if r.Digest, err = s.resolve(c.names, text, anyDigest); err != nil {
 			return err
 		}
 		var all []string
-		for name, d := range n.Names {
+		for name, d := range c.names.Names {
 			if d == r.Digest {
 				all = append(all, name)
 			}
 		}
-		gone := all
+		others := len(c.rights.named(r.Digest)) > 0
 		if ref, err := ParseReference(text); err == nil && slices.Contains(all, ref.String()) {
 			r.Untagged = ref.String()
-			gone = []string{r.Untagged}
-		}
-		if len(gone) == len(all) {
-			if trash, err = s.discard(r.Digest); err != nil {
-				return err
+			if len(all) > 1 || others {
+				return s.unname(c, r.Digest, text)
 			}
-			r.Deleted = true
 		}
+		if trash, err = s.discard(r.Digest); err != nil {
+			return err
+		}
+		r.Deleted = true
 		return s.changeNames(func(n map[string]Digest) {
-			for _, name := range gone {
+			for _, name := range all {
 				delete(n, name)
 			}
 		})
@@ -85,6 +85,10 @@ func (s *Store) discard(d Digest) (trash string, err error) {
 			return "", fmt.Errorf("remove image %s: %w by a running process", d.Short(), ErrInUse)
 		}
 	}
+	// Before it goes: of an image that comes later by this digest nobody has been told yet.
+	if err := s.changeRights(func(r rights) { r.forget(d) }); err != nil {
+		return "", err
+	}
 	trash, err = os.MkdirTemp(s.path(workName), "trash-")
 	if err != nil {
 		return "", fmt.Errorf("remove image: %w", err)
@@ -109,8 +113,8 @@ type Pruned struct {
 	Freed int64 `json:"freed"`
 }
 
-// Prune deletes images that have no name and that nothing uses, and what killed
-// processes have left. With all it deletes those with names, too. What a pull
+// Prune deletes images that have no name, not even in a namespace, and that nothing uses,
+// and what killed processes have left. With all it deletes those with names, too. What a pull
 // or a build is making it leaves alone.
 func (s *Store) Prune(ctx context.Context, all bool) (p Pruned, err error) {
 	var trash []string
@@ -118,7 +122,7 @@ func (s *Store) Prune(ctx context.Context, all bool) (p Pruned, err error) {
 		if err := errors.Join(s.sweep(), s.sweepLocks()); err != nil {
 			return err
 		}
-		n, err := s.readNames()
+		c, err := s.readCatalog()
 		if err != nil {
 			return err
 		}
@@ -127,8 +131,8 @@ func (s *Store) Prune(ctx context.Context, all bool) (p Pruned, err error) {
 			return err
 		}
 		for _, d := range digests {
-			img, loadErr := s.loadNamed(n, d)
-			if loadErr == nil && len(img.Names) > 0 && !all {
+			img, loadErr := s.loadNamed(c.names, d)
+			if loadErr == nil && (len(img.Names) > 0 || len(c.rights.named(d)) > 0) && !all {
 				continue
 			}
 			t, err := s.discard(d)

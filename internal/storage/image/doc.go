@@ -4,7 +4,8 @@
 // from archives, builds them of Debian packages, and keeps them in a Store:
 //
 //	<folder>/lock                 held for moments: names, commits, collection
-//	<folder>/names.json           local names, each of one image
+//	<folder>/names.json           published names, each of one image
+//	<folder>/rights.json          images that are published, and names of namespaces
 //	<folder>/roots/<hex>/         an image, by its digest; never changed
 //	    image.json                what it is (Image); a running user holds a lock on it
 //	    root.erofs                the root filesystem

@@ -81,9 +81,9 @@ func (s *Store) importFrom(ctx context.Context, path string, o ImportOptions) (_
 	for _, i := range found {
 		i.manifest.source = filepath.Base(path)
 		report := NewReporter(o.Progress)
-		img, err := s.make(ctx, i.manifest, i.names, limits, report, func(ctx context.Context, _ *work, t *tree.Tree) error {
+		img, err := s.make(ctx, i.manifest, naming{names: i.names}, limits, report, getter{layers: func(ctx context.Context, _ *work, t *tree.Tree) error {
 			return i.apply(ctx, t, report)
-		})
+		}})
 		if err != nil {
 			return out, err
 		}

@@ -24,6 +24,8 @@ type PullOptions struct {
 	Registries Registries
 	// Limits bound what the image expands to; zero is tree.DefaultLimits.
 	Limits tree.Limits
+	// Tenant is for whom it is pulled; nil is root, who publishes it.
+	Tenant *Tenant
 	// Progress is called, one call at a time, whenever there is some.
 	Progress func(Progress)
 	// Observe is called when the pull is over.
@@ -52,20 +54,31 @@ func (o PullOptions) platform() (Platform, error) {
 	return o.Platform, nil
 }
 
-// Pull fetches an image from its registry and names it by its reference. What
-// is here already, by digest, is not fetched again; of pulls of the same image
-// at the same time, in any process, one does the work.
+// Pull fetches an image from its registry and names it by its reference, for everybody or
+// for one namespace. What is here already, by digest, is not fetched again; of pulls of the
+// same image at the same time, in any process, one does the work. A namespace has to be
+// given the image's manifest by a repository that all of the image came from before;
+// another one has to send it all of the image, and that proves the right.
 func (s *Store) Pull(ctx context.Context, ref Reference, o PullOptions) (*Image, error) {
 	begin, report := time.Now(), NewReporter(o.Progress)
 	img, err := s.pull(ctx, ref, o, report)
 	if o.Observe != nil {
 		o.Observe(Pulled{Took: time.Since(begin), Bytes: report.fetched(), Err: err})
 	}
-	if err != nil {
-		return nil, fmt.Errorf("pull %s: %w", ref, explain(err, ref))
+	switch {
+	case err == nil:
+		return img, nil
+	case o.Tenant != nil:
+		return nil, fmt.Errorf("pull %s: %w", ref, explainTenant(err, ref))
 	}
-	return img, nil
+	return nil, fmt.Errorf("pull %s: %w", ref, explain(err, ref))
 }
+
+// Bounds of a pull for a tenant, whose registry may be one that never gets done.
+const (
+	tenantTime  = time.Hour
+	resolveTime = 2 * time.Minute
+)
 
 func (s *Store) pull(ctx context.Context, ref Reference, o PullOptions, report *Reporter) (_ *Image, err error) {
 	report.Phase(Progress{Phase: PhaseResolve})
@@ -73,25 +86,48 @@ func (s *Store) pull(ctx context.Context, ref Reference, o PullOptions, report *
 	if err != nil {
 		return nil, err
 	}
-	r, err := o.Registries.Open(ref, remote.WithPlatform(platform.v1()))
+	r, err := o.Registries.open(ref, o.Tenant, remote.WithPlatform(platform.v1()))
 	if err != nil {
 		return nil, err
 	}
 	defer r.Close()
-	remoteImage, err := resolveRemote(ctx, r.puller, r.at, platform)
-	if err != nil {
-		return nil, err
+	as := naming{names: []Reference{ref}, repository: r.Name()}
+	if o.Tenant != nil {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, tenantTime)
+		defer cancel()
+		as.namespace = o.Tenant.Namespace
 	}
-	m, err := readManifest(remoteImage, platform)
+	m, err := r.manifest(ctx, platform, o.Tenant != nil)
 	if err != nil {
 		return nil, err
 	}
 	m.source = ref.String()
-	fetch := func(ctx context.Context, w *work, t *tree.Tree) error {
-		d := &download{puller: r.puller, repository: r.at.Context(), dir: w.dir, report: report}
-		return d.apply(ctx, m, t)
+	get := getter{
+		layers: func(ctx context.Context, w *work, t *tree.Tree) error {
+			d := &download{puller: r.puller, repository: r.at.Context(), dir: w.dir, report: report}
+			return d.apply(ctx, m, t)
+		},
+		prove: func(ctx context.Context, w *work) error {
+			d := &download{puller: r.puller, repository: r.at.Context(), dir: w.dir, report: report}
+			return d.prove(ctx, m)
+		},
 	}
-	return s.make(ctx, m, []Reference{ref}, o.limits(), report, fetch)
+	return s.make(ctx, m, as, o.limits(), report, get)
+}
+
+// manifest asks the registry what the reference means on a platform.
+func (r *Repository) manifest(ctx context.Context, platform Platform, bounded bool) (*manifest, error) {
+	if bounded {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, resolveTime)
+		defer cancel()
+	}
+	img, err := resolveRemote(ctx, r.puller, r.at, platform)
+	if err != nil {
+		return nil, err
+	}
+	return readManifest(img, platform)
 }
 
 // Lookup asks a registry which image a reference leads to, and fetches no more of it than its
@@ -109,20 +145,16 @@ func lookup(ctx context.Context, ref Reference, o PullOptions) (Digest, error) {
 	if err != nil {
 		return "", err
 	}
-	r, err := o.Registries.Open(ref, remote.WithPlatform(platform.v1()))
+	r, err := o.Registries.open(ref, o.Tenant, remote.WithPlatform(platform.v1()))
 	if err != nil {
 		return "", err
 	}
 	defer r.Close()
-	img, err := resolveRemote(ctx, r.puller, r.at, platform)
+	m, err := r.manifest(ctx, platform, o.Tenant != nil)
 	if err != nil {
 		return "", err
 	}
-	raw, err := img.Digest()
-	if err != nil {
-		return "", err
-	}
-	return ParseDigest(raw.String())
+	return m.digest, nil
 }
 
 // resolveRemote asks the registry for the manifest of the platform's image.
@@ -247,25 +279,44 @@ var layerTypes = []types.MediaType{
 	types.DockerLayer, types.DockerUncompressedLayer,
 }
 
-// make makes an image of layers that fetch applies to a tree, unless it is here
-// or someone else makes it.
-func (s *Store) make(ctx context.Context, m *manifest, named []Reference, limits tree.Limits, report *Reporter,
-	fetch func(context.Context, *work, *tree.Tree) error,
-) (_ *Image, err error) {
+// getter gets what an image is made of.
+type getter struct {
+	// layers applies the layers to a tree.
+	layers func(context.Context, *work, *tree.Tree) error
+	// prove gets all layers, and does nothing with them.
+	prove func(context.Context, *work) error
+}
+
+// make makes an image of layers, unless it is here or someone else makes it.
+func (s *Store) make(ctx context.Context, m *manifest, as naming, limits tree.Limits, report *Reporter, get getter) (_ *Image, err error) {
 	lock, err := s.lockMaking(ctx, m.digest.hex(), func() { report.Phase(Progress{Phase: PhaseWait}) })
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, lock.Close()) }()
-	if img, err := s.found(ctx, m.digest, named); err == nil {
+	img, err := s.found(ctx, m.digest, as)
+	if err == nil {
 		report.Phase(Progress{Phase: PhaseDone})
 		return img, nil
 	}
-	w, err := s.newWork(ctx)
-	if err != nil {
-		return nil, err
+	w, werr := s.newWork(ctx)
+	if werr != nil {
+		return nil, werr
 	}
 	defer func() { err = errors.Join(err, w.close()) }()
+	if errors.Is(err, errUnproven) {
+		if err := get.prove(ctx, w); err != nil {
+			return nil, err
+		}
+		as.proven = true
+		img, err := s.found(ctx, m.digest, as)
+		if err == nil {
+			report.Phase(Progress{Phase: PhaseDone})
+		} else if errors.Is(err, ErrNotFound) {
+			err = fmt.Errorf("it was removed meanwhile, try again: %w", err)
+		}
+		return img, err
+	}
 	root := filepath.Join(w.dir, "root")
 	//nolint:gosec // all users of the image enter its root; the folder above is ours alone
 	if err := os.Mkdir(root, 0o755); err != nil {
@@ -276,7 +327,7 @@ func (s *Store) make(ctx context.Context, m *manifest, named []Reference, limits
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, t.Close()) }()
-	if err := fetch(ctx, w, t); err != nil {
+	if err := get.layers(ctx, w, t); err != nil {
 		return nil, err
 	}
 	config, err := configOf(m.config.Config)
@@ -293,14 +344,14 @@ func (s *Store) make(ctx context.Context, m *manifest, named []Reference, limits
 		return nil, err
 	}
 	report.Phase(Progress{Phase: PhasePack})
-	img := &Image{
+	img = &Image{
 		Digest: m.digest, Platform: m.platform.String(), Source: m.source, Created: m.config.Created.Time, Config: config,
 		Unpacked: facts.Bytes, Capabilities: facts.Capabilities, DroppedXattrs: facts.DroppedXattrs,
 	}
 	if err := s.packRoot(ctx, w, root, img, len(facts.WithXattrs) > 0); err != nil {
 		return nil, err
 	}
-	if err := s.commit(ctx, w, img, named); err != nil {
+	if err := s.commit(ctx, w, img, as); err != nil {
 		return nil, err
 	}
 	report.Phase(Progress{Phase: PhaseDone})

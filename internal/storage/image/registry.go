@@ -2,20 +2,19 @@ package image
 
 import (
 	"bytes"
-	"crypto/tls"
 	"crypto/x509"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
-	"net/http"
+	"net/netip"
+	"net/url"
 	"os"
-	"slices"
+	"regexp"
 	"strings"
-	"time"
 
+	"agentrun.dev/internal/network/addresses"
 	"github.com/google/go-containerregistry/pkg/name"
-	"github.com/google/go-containerregistry/pkg/v1/remote"
 )
 
 // Registries says how registries are reached. The zero value is HTTPS with the
@@ -26,6 +25,13 @@ type Registries struct {
 	// CAFiles are PEM files of authorities that are trusted beside the
 	// system's, for all hosts.
 	CAFiles []string `json:"caFiles,omitempty"`
+	// Allow are the registries, by host or host:port, that namespaces may name; nil is any
+	// at a public address. Where a registry of the list leads to, for tokens and blobs, is
+	// the registry's decision.
+	Allow []string `json:"allow,omitempty"`
+	// Proxy has pulls of namespaces go through the proxy of the environment, which decides
+	// then which addresses are reached. It needs Allow.
+	Proxy bool `json:"proxy,omitempty"`
 }
 
 // Registry is how one registry is reached.
@@ -35,6 +41,12 @@ type Registry struct {
 	// PlainHTTP speaks HTTP without TLS to this host. It is never guessed: not
 	// for localhost and not for private addresses either.
 	PlainHTTP bool `json:"plainHTTP,omitempty"`
+	// Addresses are closed addresses, or ranges, that the host may have when it serves a
+	// namespace. A host that is an address itself need not repeat it.
+	Addresses []string `json:"addresses,omitempty"`
+	// Namespaces may use the node's credentials for this host, which are those of docker's
+	// configuration; * is all namespaces.
+	Namespaces []string `json:"namespaces,omitempty"`
 }
 
 // LoadRegistries reads settings from a JSON file; a missing one has none.
@@ -57,19 +69,59 @@ func LoadRegistries(path string) (r Registries, err error) {
 	return r, nil
 }
 
-// Validate checks the hosts' names.
+// namespacePattern is what a namespace may be called; * is all of them.
+var namespacePattern = regexp.MustCompile(`^(\*|[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)$`)
+
+// Validate checks the settings.
 func (r Registries) Validate() error {
-	for host := range r.Hosts {
-		registry, err := name.NewRegistry(host)
-		if err != nil || host == "" || strings.ContainsAny(host, "/@ ") || host != strings.ToLower(host) {
-			return fmt.Errorf("registry %q: write its host, or host:port, in lower case", host)
+	for host, settings := range r.Hosts {
+		if err := validHost(host); err != nil {
+			return err
 		}
-		if registry.RegistryStr() != host {
-			return fmt.Errorf("registry %q: its host is %s", host, registry.RegistryStr())
+		if _, err := settings.opens(host); err != nil {
+			return fmt.Errorf("registry %q: %w", host, err)
 		}
+		for _, n := range settings.Namespaces {
+			if !namespacePattern.MatchString(n) {
+				return fmt.Errorf("registry %q: %q is no namespace: write its name, or * for all", host, n)
+			}
+		}
+	}
+	for _, host := range r.Allow {
+		if err := validHost(host); err != nil {
+			return fmt.Errorf("allow: %w", err)
+		}
+	}
+	if r.Proxy && r.Allow == nil {
+		return errors.New("proxy: behind a proxy the node cannot see which addresses namespaces reach: allow has to list the registries that they may name")
 	}
 	return nil
 }
+
+func validHost(host string) error {
+	registry, err := name.NewRegistry(host)
+	if err != nil || host == "" || strings.ContainsAny(host, "/@ ") || host != strings.ToLower(host) {
+		return fmt.Errorf("registry %q: write its host, or host:port, in lower case", host)
+	}
+	if registry.RegistryStr() != host {
+		return fmt.Errorf("registry %q: its host is %s", host, registry.RegistryStr())
+	}
+	return nil
+}
+
+// opens are the ranges of closed addresses that a host may have.
+func (r Registry) opens(host string) (out []netip.Prefix, err error) {
+	if out, err = addresses.ParseRanges(r.Addresses); err != nil {
+		return nil, fmt.Errorf("addresses: %w", err)
+	}
+	if a, err := addresses.ParsePrefix(hostOf(host)); err == nil && a.IsSingleIP() {
+		out = append(out, a)
+	}
+	return out, nil
+}
+
+// hostOf is a host:port without its port, and without the brackets of IPv6.
+func hostOf(host string) string { return (&url.URL{Host: host}).Hostname() }
 
 func (r Registries) plainHTTP(host string) bool { return r.Hosts[strings.ToLower(host)].PlainHTTP }
 
@@ -79,87 +131,6 @@ func (r Registries) reference(ref Reference) (name.Reference, error) {
 		return name.ParseReference(ref.String(), name.Insecure)
 	}
 	return ref.ref, nil
-}
-
-// gate is the only way to registries, and to where they send us: token servers
-// and stores of blobs.
-type gate struct {
-	registries Registries
-	others     *http.Transport
-	byHost     map[string]*http.Transport
-}
-
-func (r Registries) transport() (*gate, error) {
-	if err := r.Validate(); err != nil {
-		return nil, err
-	}
-	others, err := newTransport(r.CAFiles)
-	if err != nil {
-		return nil, err
-	}
-	g := &gate{registries: r, others: others, byHost: map[string]*http.Transport{}}
-	for host, settings := range r.Hosts {
-		if settings.CAFile == "" {
-			continue
-		}
-		if g.byHost[host], err = newTransport(append(slices.Clone(r.CAFiles), settings.CAFile)); err != nil {
-			return nil, err
-		}
-	}
-	return g, nil
-}
-
-// headerTimeout is how long a registry may think before it answers.
-const headerTimeout = time.Minute
-
-func newTransport(caFiles []string) (*http.Transport, error) {
-	base, ok := remote.DefaultTransport.(*http.Transport)
-	if !ok {
-		return nil, errors.New("the registry library has no transport that can be set up")
-	}
-	t := base.Clone()
-	t.ResponseHeaderTimeout = headerTimeout
-	if len(caFiles) == 0 {
-		return t, nil
-	}
-	pool, err := x509.SystemCertPool()
-	if err != nil {
-		return nil, fmt.Errorf("read the system's certificates: %w", err)
-	}
-	for _, file := range caFiles {
-		pem, err := os.ReadFile(file)
-		if err != nil {
-			return nil, fmt.Errorf("read certificate authority: %w", err)
-		}
-		if !pool.AppendCertsFromPEM(pem) {
-			return nil, fmt.Errorf("certificate authority %s: it holds no PEM certificate", file)
-		}
-	}
-	t.TLSClientConfig = &tls.Config{RootCAs: pool, MinVersion: tls.VersionTLS12}
-	return t, nil
-}
-
-// RoundTrip refuses plain HTTP to hosts that it was not allowed for, and TLS to
-// those that it was: neither is ever tried to see which works.
-func (g *gate) RoundTrip(req *http.Request) (*http.Response, error) {
-	host := strings.ToLower(req.URL.Host)
-	switch plain := g.registries.plainHTTP(host); {
-	case req.URL.Scheme == "http" && !plain:
-		return nil, fmt.Errorf("plain HTTP to %s is not allowed", host)
-	case req.URL.Scheme == "https" && plain:
-		return nil, fmt.Errorf("%s is to be spoken to in plain HTTP", host)
-	}
-	if t := g.byHost[host]; t != nil {
-		return t.RoundTrip(req)
-	}
-	return g.others.RoundTrip(req)
-}
-
-func (g *gate) close() {
-	g.others.CloseIdleConnections()
-	for _, t := range g.byHost {
-		t.CloseIdleConnections()
-	}
 }
 
 // explain adds the next step to errors of registries that have one.

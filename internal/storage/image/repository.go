@@ -10,7 +10,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/google/go-containerregistry/pkg/authn"
 	"github.com/google/go-containerregistry/pkg/name"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/remote"
@@ -30,16 +29,21 @@ type Repository struct {
 
 // Open prepares to speak to a reference's registry. Nothing is sent yet.
 func (r Registries) Open(ref Reference, more ...remote.Option) (*Repository, error) {
+	return r.open(ref, nil, more...)
+}
+
+// open is Open, for a tenant if there is one.
+func (r Registries) open(ref Reference, tenant *Tenant, more ...remote.Option) (*Repository, error) {
 	at, err := r.reference(ref)
 	if err != nil {
 		return nil, err
 	}
-	gate, err := r.transport()
+	gate, err := r.transport(ref, tenant)
 	if err != nil {
 		return nil, err
 	}
 	options := append([]remote.Option{
-		remote.WithTransport(gate), remote.WithAuthFromKeychain(authn.DefaultKeychain), remote.WithUserAgent("agentrun"),
+		remote.WithTransport(gate), remote.WithAuthFromKeychain(r.keychain(ref, tenant)), remote.WithUserAgent("agentrun"),
 	}, more...)
 	puller, err := remote.NewPuller(options...)
 	if err != nil {

@@ -23,7 +23,7 @@ type Store struct{ dir string }
 // Names of a store's files.
 const (
 	lockName   = "lock"
-	namesName  = "names.json"
+	namesName  = "names.json" // of those that are published
 	rootsName  = "roots"
 	heldName   = "held"
 	makingName = "making"
@@ -45,7 +45,11 @@ func OpenStore(dir string) (*Store, error) {
 			return nil, fmt.Errorf("open the folder of images: %w", err)
 		}
 	}
-	return &Store{dir: dir}, nil
+	s := &Store{dir: dir}
+	if err := s.beginRights(); err != nil {
+		return nil, fmt.Errorf("open the folder of images: %w", err)
+	}
+	return s, nil
 }
 
 func (s *Store) path(parts ...string) string {
@@ -65,7 +69,7 @@ func (s *Store) locked(ctx context.Context, do func() error) (err error) {
 	return do()
 }
 
-// names is what names.json holds: the digest of each local name.
+// names is what names.json holds: the digest of each published name.
 type names struct {
 	Schema int               `json:"schema"`
 	Names  map[string]Digest `json:"names"`
@@ -114,13 +118,13 @@ func (s *Store) changeNames(change func(map[string]Digest)) error {
 	return nil
 }
 
-// Tag gives an image that is here a local name, which another may have had.
+// Tag gives an image that is here a published name, which another may have had.
 func (s *Store) Tag(ctx context.Context, name Reference, d Digest) error {
 	return s.locked(ctx, func() error {
 		if _, err := s.load(d); err != nil {
 			return err
 		}
-		return s.changeNames(func(n map[string]Digest) { n[name.String()] = d })
+		return s.name(d, naming{names: []Reference{name}})
 	})
 }
 
@@ -141,14 +145,15 @@ func (s *Store) load(d Digest) (*Image, error) {
 	return img, nil
 }
 
-// Resolve finds an image that is here: by a local name, in its short or long
-// form, by its digest, or by the first 12 digits or more of that.
+// Resolve finds an image that is here, for root: by a published name, in its short or
+// long form, by its digest, or by the first 12 digits or more of that. It finds images of
+// namespaces as well, by their digests.
 func (s *Store) Resolve(text string) (*Image, error) {
 	n, err := s.readNames()
 	if err != nil {
 		return nil, err
 	}
-	d, err := s.resolve(n, text)
+	d, err := s.resolve(n, text, anyDigest)
 	if err != nil {
 		return nil, err
 	}
@@ -170,7 +175,9 @@ func (s *Store) loadNamed(n names, d Digest) (*Image, error) {
 	return img, nil
 }
 
-func (s *Store) resolve(n names, text string) (Digest, error) {
+// resolve finds an image by a published name, or by its digest if that is among those
+// that may be found.
+func (s *Store) resolve(n names, text string, may func(Digest) bool) (Digest, error) {
 	ref, refErr := ParseReference(text)
 	if refErr == nil {
 		if d, ok := n.Names[ref.String()]; ok {
@@ -190,7 +197,7 @@ func (s *Store) resolve(n names, text string) (Digest, error) {
 	}
 	var found []Digest
 	for _, d := range all {
-		if strings.HasPrefix(d.hex(), digits) {
+		if strings.HasPrefix(d.hex(), digits) && may(d) {
 			found = append(found, d)
 		}
 	}
@@ -223,13 +230,17 @@ type Entry struct {
 	*Image
 	// Holders is what uses the image across restarts.
 	Holders []Holder `json:"holders,omitempty"`
+	// Published says that all namespaces may use it.
+	Published bool `json:"published"`
+	// Namespaces have names of their own for it, and may use it.
+	Namespaces map[string][]string `json:"namespaces,omitempty"`
 	// Damaged says what is wrong with it, if anything.
 	Damaged string `json:"damaged,omitempty"`
 }
 
 // List lists all images, the newest first.
 func (s *Store) List() ([]Entry, error) {
-	n, err := s.readNames()
+	c, err := s.readCatalog()
 	if err != nil {
 		return nil, err
 	}
@@ -239,7 +250,7 @@ func (s *Store) List() ([]Entry, error) {
 	}
 	var out []Entry
 	for _, d := range all {
-		img, err := s.loadNamed(n, d)
+		img, err := s.loadNamed(c.names, d)
 		if errors.Is(err, ErrNotFound) {
 			continue // removed meanwhile
 		}
@@ -247,6 +258,7 @@ func (s *Store) List() ([]Entry, error) {
 		if err != nil {
 			e = Entry{Image: &Image{Digest: d}, Damaged: err.Error()}
 		}
+		e.Published, e.Namespaces = c.published(d), c.rights.named(d)
 		if e.Holders, err = s.Holders(d); err != nil {
 			return nil, err
 		}
@@ -315,7 +327,7 @@ func (s *Store) sweep() error {
 
 // commit moves an image that was made in w/image to where images are, and names
 // it. If it is there already, by whoever was faster, that one stays.
-func (s *Store) commit(ctx context.Context, w *work, img *Image, named []Reference) error {
+func (s *Store) commit(ctx context.Context, w *work, img *Image, as naming) error {
 	img.Schema, img.Stored = imageSchema, time.Now().UTC().Truncate(time.Second)
 	var b bytes.Buffer
 	e := json.NewEncoder(&b)
@@ -333,6 +345,13 @@ func (s *Store) commit(ctx context.Context, w *work, img *Image, named []Referen
 			err = there.checkSizes(s.rootDir(img.Digest))
 		}
 		if err != nil {
+			if errors.Is(err, ErrNotFound) {
+				// What is known of one that was here once, and was removed otherwise than
+				// by a Store, is nothing about this one.
+				if err := s.changeRights(func(r rights) { delete(r.Images, img.Digest) }); err != nil {
+					return err
+				}
+			}
 			// A damaged one is replaced.
 			if err := os.RemoveAll(s.rootDir(img.Digest)); err != nil {
 				return fmt.Errorf("store image: %w", err)
@@ -341,16 +360,12 @@ func (s *Store) commit(ctx context.Context, w *work, img *Image, named []Referen
 				return fmt.Errorf("store image: %w", err)
 			}
 		}
-		return s.changeNames(func(n map[string]Digest) {
-			for _, name := range named {
-				n[name.String()] = img.Digest
-			}
-		})
+		return s.name(img.Digest, as)
 	})
 }
 
-// found names an image if it is here and whole.
-func (s *Store) found(ctx context.Context, d Digest, named []Reference) (img *Image, err error) {
+// found names an image if it is here and whole. errUnproven: it is here.
+func (s *Store) found(ctx context.Context, d Digest, as naming) (img *Image, err error) {
 	err = s.locked(ctx, func() error {
 		if img, err = s.load(d); err != nil {
 			return err
@@ -358,11 +373,13 @@ func (s *Store) found(ctx context.Context, d Digest, named []Reference) (img *Im
 		if err := img.checkSizes(s.rootDir(d)); err != nil {
 			return err
 		}
-		return s.changeNames(func(n map[string]Digest) {
-			for _, name := range named {
-				n[name.String()] = d
-			}
-		})
+		if err := s.prove(d, as); err != nil {
+			return err
+		}
+		if !as.proven {
+			as.repository = "" // it has shown a manifest, and not that it has the layers
+		}
+		return s.name(d, as)
 	})
 	return img, err
 }

@@ -10,19 +10,19 @@ import (
 	"agentrun.dev/internal/storage/extent"
 )
 
-// chunkSize is how much is read at once.
+// chunkSize is how many bytes are read at once.
 const chunkSize = 256 << 10
 
-// Compact writes one new layer with everything in stack that is not zero, and
-// returns the stack that consists of it. Zero pages between others are kept
-// where Gather wants it. A stack of zeros
-// has no layer, and nothing is written. Compact closes what open returns.
+// Compact writes one new layer with all pages of stack that are not zero, and
+// returns the stack of that layer. It keeps zero pages in gaps that Gather
+// closes. A stack of zeros has no layer, so Compact writes none. It closes the
+// files that open returns.
 func Compact(ctx context.Context, stack Stack, open func(Ref) (*os.File, error), w io.Writer) (Stack, error) {
 	if err := stack.Validate(); err != nil {
 		return Stack{}, fmt.Errorf("compact: %w", err)
 	}
 	var files []*os.File
-	defer func() { _ = Opened{Files: files}.Close() }() // only read from
+	defer func() { _ = Opened{Files: files}.Close() }() // the files were only read
 	for _, ref := range stack.Layers {
 		f, err := open(ref)
 		if err != nil {
@@ -52,7 +52,7 @@ func Compact(ctx context.Context, stack Stack, open func(Ref) (*os.File, error),
 	return Overlay(Stack{Size: stack.Size}, out.Ref(), runs, nil)
 }
 
-// Reader fills p with what is at off.
+// Reader fills p with the content at off.
 type Reader func(p []byte, off uint64) error
 
 // used finds the pages of the extents that are not zero.
@@ -77,7 +77,7 @@ func used(extents []Extent, read Reader) ([]extent.Run, error) {
 
 var zeroPage [PageSize]byte
 
-// CopyRuns writes the content of runs, packed.
+// CopyRuns writes the content of runs, one after the other.
 func CopyRuns(w io.Writer, runs []extent.Run, read Reader) error {
 	return EachChunk(runs, read, func(p []byte, _ uint64) error {
 		if _, err := w.Write(p); err != nil {
@@ -87,7 +87,7 @@ func CopyRuns(w io.Writer, runs []extent.Run, read Reader) error {
 	})
 }
 
-// EachChunk reads the runs piece by piece and gives each piece to do.
+// EachChunk reads the runs piece by piece and passes each piece to do.
 func EachChunk(runs []extent.Run, read Reader, do func(p []byte, off uint64) error) error {
 	buf := make([]byte, chunkSize)
 	for _, r := range runs {

@@ -8,10 +8,10 @@ import (
 	"os"
 )
 
-// ErrDamaged says that a layer is not the one that its Ref names.
+// ErrDamaged means that the data is not the layer that its Ref names.
 var ErrDamaged = errors.New("the layer is damaged")
 
-// damage is how a layer differs.
+// damage describes how the data differs from the layer.
 type damage string
 
 func damaged(format string, args ...any) error { return damage(fmt.Sprintf(format, args...)) }
@@ -19,9 +19,9 @@ func damaged(format string, args ...any) error { return damage(fmt.Sprintf(forma
 func (d damage) Error() string        { return string(d) }
 func (d damage) Is(target error) bool { return target == ErrDamaged }
 
-// Copy copies a layer, a regular file from its beginning or whatever else can be
-// read, and refuses one that is not what ref says: what it wrote until then is to
-// be thrown away.
+// Copy copies a layer from its source: a regular file, from its beginning, or any
+// other reader. It fails if the data does not match ref. The caller must then
+// discard all that it has written.
 func Copy(ctx context.Context, dst io.Writer, src io.Reader, ref Ref) error {
 	name, in := "the layer", src
 	if f, ok := src.(*os.File); ok {
@@ -43,7 +43,7 @@ func Copy(ctx context.Context, dst io.Writer, src io.Reader, ref Ref) error {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		// One byte more than expected shows that there is too much.
+		// One byte more than expected shows that the source is too long.
 		n, err := io.ReadFull(in, buf[:min(chunkSize, ref.Size+1-out.n)])
 		if _, werr := out.Write(buf[:n]); werr != nil {
 			return fmt.Errorf("copy %s: %w", name, werr)

@@ -12,8 +12,8 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-// TestCopyRefuses: whoever copies a layer is told if it is another one, from a file
-// or a stream, and is told apart from a failure to write.
+// TestCopyRefuses: Copy reports a different layer, from a file or a stream, and
+// reports a failure to write by another error.
 func TestCopyRefuses(t *testing.T) {
 	content := bytes.Repeat([]byte("layer"), layer.PageSize)
 	w := layer.NewWriter(io.Discard)
@@ -45,7 +45,7 @@ func TestCopyRefuses(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = full.Close() }() // nothing was written
+	defer func() { _ = full.Close() }() // no data was written to it
 	if err := layer.Copy(t.Context(), full, strings.NewReader(string(content)), ref); err == nil || errors.Is(err, layer.ErrDamaged) {
 		t.Errorf("a full disk: %v", err)
 	}

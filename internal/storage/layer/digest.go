@@ -14,7 +14,7 @@ type Digest [sha256.Size]byte
 // String is the lower-case hexadecimal form, which is also a file name.
 func (d Digest) String() string { return hex.EncodeToString(d[:]) }
 
-// ParseDigest accepts what String gives and nothing else, so that one digest
+// ParseDigest accepts only the form that String returns, so that each digest
 // has one name.
 func ParseDigest(s string) (Digest, error) {
 	var d Digest
@@ -53,7 +53,7 @@ func (r Ref) validate() error {
 	return nil
 }
 
-// Writer packs pages into a layer file and finds its Ref on the way.
+// Writer writes pages to a layer file and computes its Ref.
 type Writer struct {
 	w    io.Writer
 	hash hash.Hash
@@ -63,7 +63,7 @@ type Writer struct {
 // NewWriter starts a layer that goes to w.
 func NewWriter(w io.Writer) *Writer { return &Writer{w: w, hash: sha256.New()} }
 
-// Write hashes and counts what w took.
+// Write hashes and counts the bytes that w has accepted.
 func (w *Writer) Write(p []byte) (int, error) {
 	n, err := w.w.Write(p)
 	w.hash.Write(p[:n])
@@ -71,7 +71,7 @@ func (w *Writer) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// Ref is the layer written so far. After a failed Write it names nothing.
+// Ref is the layer written so far. After a failed Write it is not valid.
 func (w *Writer) Ref() Ref {
 	r := Ref{Size: w.n}
 	w.hash.Sum(r.Digest[:0])

@@ -1,6 +1,6 @@
 package layer
 
-// What the tests, which are a package of their own, know of this one.
+// Constants for the tests, which are in a package of their own.
 const (
 	ChunkSize     = chunkSize
 	LockName      = lockName

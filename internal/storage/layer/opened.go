@@ -14,7 +14,8 @@ type Opened struct {
 	Files []*os.File
 }
 
-// OpenStack pairs a stack with its files, which are still the caller's if it fails.
+// OpenStack pairs a stack with its files. If it fails, the caller still owns the
+// files.
 func OpenStack(stack Stack, files []*os.File) (Opened, error) {
 	if err := stack.Validate(); err != nil {
 		return Opened{}, err
@@ -53,7 +54,7 @@ func (o Opened) readLayer(p []byte, e Extent, off uint64) error {
 	at := e.Offset + (off - e.Start)
 	_, err := o.Files[e.Layer].ReadAt(p, int64(at))
 	if errors.Is(err, io.EOF) {
-		err = io.ErrUnexpectedEOF // somebody cut the file off
+		err = io.ErrUnexpectedEOF // the file was truncated
 	}
 	if err != nil {
 		return fmt.Errorf("read layer %s at %#x: %w", o.Stack.Layers[e.Layer].Digest, at, err)

@@ -9,23 +9,24 @@ import (
 	"agentrun.dev/internal/storage/extent"
 )
 
-// ErrNeedsCompaction says that a stack has too many layers or extents to take
-// another layer. Compact makes room.
+// ErrNeedsCompaction means that the stack has too many layers or extents to
+// take another layer. Compact makes room.
 var ErrNeedsCompaction = errors.New("stack needs compaction")
 
 const (
-	// gatheredGap is the largest gap that is worth storing to save an extent,
-	// which costs each fork two mappings and keeps the kernel from mapping
-	// what is around a page with it.
+	// gatheredGap is the largest gap that is worth storing to save an extent.
+	// An extent costs each fork two mappings, and at its boundaries a fault
+	// maps fewer of the neighbouring pages.
 	gatheredGap = 64 << 10
-	// Gathering may add so much to a layer, and this part of what it holds.
+	// Gathering may add gatheredBytes to a layer, and this fraction of its
+	// size.
 	gatheredBytes = 1 << 20
 	gatheredPart  = 16
 )
 
-// Gather is extent.Coalesce for a layer of memory, which has at most MaxRuns: small
-// gaps are closed beyond what is necessary, as far as the layer does not grow
-// much by it.
+// Gather is extent.Coalesce for a layer of memory, which has at most MaxRuns runs.
+// It also closes small gaps when that is not necessary, as long as the layer grows
+// only a little.
 func Gather(runs []extent.Run) []extent.Run {
 	runs, gaps := extent.Gaps(runs)
 	budget := uint64(gatheredBytes)
@@ -40,10 +41,10 @@ func Gather(runs []extent.Run) []extent.Run {
 	return extent.CloseSmallest(runs, gaps, n)
 }
 
-// Overlay lays a packed layer over base: the runs, stored one after the other
-// from offset 0 on. zeros are ranges that read as zeros now; where a run and
-// zeros overlap, the run wins. If runs is empty, top is ignored. Layers that
-// are not used any more are dropped.
+// Overlay puts a packed layer over base: the layer stores the runs one after
+// the other from offset 0 on. zeros are ranges that now read as zeros; where a
+// run and zeros overlap, the run wins. If runs is empty, top is ignored. Layers
+// that are no longer used are dropped.
 func Overlay(base Stack, top Ref, runs, zeros []extent.Run) (Stack, error) {
 	var offset uint64
 	extents := make([]Extent, len(runs))
@@ -58,8 +59,8 @@ func Overlay(base Stack, top Ref, runs, zeros []extent.Run) (Stack, error) {
 	return stack, err
 }
 
-// OverlayInPlace is Overlay for a layer as large as the stack that has each run
-// at its own offset, and nothing elsewhere.
+// OverlayInPlace is Overlay for a layer that is as large as the stack and has
+// each run at its own offset, and holes elsewhere.
 func OverlayInPlace(base Stack, top Ref, runs, zeros []extent.Run) (Stack, error) {
 	extents := make([]Extent, len(runs))
 	for i, r := range runs {
@@ -72,7 +73,7 @@ func OverlayInPlace(base Stack, top Ref, runs, zeros []extent.Run) (Stack, error
 	return stack, err
 }
 
-// overlay puts extents, which are those of runs and in a layer top, over base.
+// overlay puts extents over base. They are those of runs, in the layer top.
 func overlay(base Stack, top Ref, extents []Extent, runs, zeros []extent.Run) (Stack, error) {
 	if err := base.Validate(); err != nil {
 		return Stack{}, fmt.Errorf("overlay: %w", err)
@@ -128,18 +129,18 @@ func subtract(extents []Extent, cuts []extent.Run) []Extent {
 	return out
 }
 
-// head is the first n bytes of an extent, tail what follows them.
+// head is the first n bytes of an extent, tail the rest.
 func (e Extent) head(n uint64) Extent { return Extent{e.Start, n, e.Layer, e.Offset} }
 func (e Extent) tail(n uint64) Extent {
 	return Extent{e.Start + n, e.Length - n, e.Layer, e.Offset + n}
 }
 
-// add appends the extents of one layer, which tidy sorts in.
+// add appends the extents of one layer; tidy sorts them.
 func (s *Stack) add(top Ref, extents []Extent) error {
 	if err := top.validate(); err != nil {
 		return fmt.Errorf("overlay: %w", err)
 	}
-	// The same bytes may have been written before: one file, one layer.
+	// The same bytes may have been stored before: one file is one layer.
 	i := slices.IndexFunc(s.Layers, func(r Ref) bool { return r.Digest == top.Digest })
 	if i < 0 {
 		i = len(s.Layers)
@@ -156,7 +157,7 @@ func (s *Stack) add(top Ref, extents []Extent) error {
 }
 
 // tidy sorts the extents, merges those that continue each other and drops
-// layers that nothing uses.
+// unused layers.
 func (s *Stack) tidy() {
 	slices.SortFunc(s.Extents, func(a, b Extent) int { return cmp.Compare(a.Start, b.Start) })
 	var merged []Extent

@@ -32,7 +32,8 @@ func TestGather(t *testing.T) {
 		{"nothing", nil, 0},
 		{"small gaps", append(many(10, layer.GatheredGap), far), 2},
 		{"large gaps", append(many(10, layer.GatheredGap+p), far), 11},
-		// 16 gaps of 64 KiB are 1 MiB; of what they join a sixteenth may be added.
+		// 16 gaps of 64 KiB are 1 MiB; a sixteenth of the joined runs may be
+		// added.
 		{"as long as it costs little", many(40, layer.GatheredGap), 40 - layer.GatheredBytes/layer.GatheredGap},
 		{"what is large may grow more", append(many(40, layer.GatheredGap), extent.Run{Start: 1 << 30, Length: 1 << 30}), 2},
 		{"not more than fit", many(500, layer.GatheredGap), layer.MaxRuns},
@@ -54,7 +55,7 @@ func TestGather(t *testing.T) {
 	}
 }
 
-// randomRuns are sorted and disjoint, sometimes adjacent.
+// randomRuns makes sorted and disjoint runs, some of them adjacent.
 func randomRuns(r *rand.Rand, pages uint64, most int) []extent.Run {
 	var runs []extent.Run
 	var at uint64
@@ -81,12 +82,12 @@ func packed(s layertest.Store, model []byte, runs []extent.Run) layer.Ref {
 	})
 }
 
-// page is full of a byte that is not zero.
+// page is filled with one byte that is not zero.
 func page(r *rand.Rand) []byte {
 	return bytes.Repeat([]byte{byte(1 + r.IntN(255))}, layer.PageSize)
 }
 
-// TestGenerations changes a stack again and again, as forks of forks do, and
+// TestGenerations changes a stack repeatedly, as forks of forks do, and
 // compares it and its ancestors with byte slices.
 func TestGenerations(t *testing.T) {
 	limits := 0
@@ -129,7 +130,8 @@ func TestGenerations(t *testing.T) {
 	}
 }
 
-// grow overlays, after a compaction if that is needed. One is always enough.
+// grow overlays, after a compaction if that is needed. One compaction is always
+// enough.
 func grow(t *testing.T, s layertest.Store, stack layer.Stack, model []byte, runs, zeros []extent.Run, limits *int) layer.Stack {
 	t.Helper()
 	top := packed(s, model, runs)
@@ -262,7 +264,7 @@ func TestCompactFails(t *testing.T) {
 	defer full.Close()
 	_, err = layer.Compact(t.Context(), stack, s.Open, full)
 	layertest.WantError(t, err, "write layer", "no space")
-	// A layer that lost its end, before or after it was opened.
+	// A layer that was truncated, before or after it was opened.
 	b, err := layer.OpenStack(stack, s.OpenAll(stack))
 	if err != nil {
 		t.Fatal(err)

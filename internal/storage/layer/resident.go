@@ -17,25 +17,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lockName is the one file in the folder that is no layer. Each byte of it is
-// a lock (fcntl(2), open file description locks); a digest uses one of them.
+// lockName is the only file in the folder that is not a layer. Each byte of it
+// is a lock (fcntl(2), open file description locks); a digest uses one of them.
 const lockName = ".lock"
 
-// Resident keeps layers in memory: a folder on tmpfs that belongs to one user.
-// A file has a name only when it is complete and verified. Until then it has
-// none (O_TMPFILE), so that a killed process leaves nothing behind. It is
-// safe for concurrent use, also by several processes.
+// Resident keeps layers in memory: in a folder on tmpfs that belongs to one
+// user. A file gets its name only when it is complete and verified. Until then
+// it has no name (O_TMPFILE), so that a killed process leaves no file behind.
+// It is safe for concurrent use, also by several processes.
 type Resident struct {
 	root *os.Root
 	// mu protects loading.
 	mu sync.Mutex
-	// loading has the digests that this process loads now; the channel is
-	// closed when that ended, well or not.
+	// loading has the digests that this process is loading; the channel is
+	// closed when that ends, with or without an error.
 	loading map[Digest]chan struct{}
 }
 
-// OpenResident makes the folder if it is missing, for this user alone, and
-// refuses one that others could have put files into.
+// OpenResident makes the folder if it is missing, for this user alone. It
+// refuses a folder into which other users could have put files.
 func OpenResident(dir string) (*Resident, error) {
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, fmt.Errorf("make folder for resident layers: %w (memory of sandboxes is kept in files there: mount a tmpfs on %s that user %d may write to)",
@@ -61,9 +61,9 @@ func OpenResident(dir string) (*Resident, error) {
 	return &Resident{root: root, loading: map[Digest]chan struct{}{}}, nil
 }
 
-// ResidentFolder is the folder for a state folder: each has its own, so that
-// tidying one does not empty the other. Whoever removes a state folder removes
-// this one too.
+// ResidentFolder is the folder that belongs to a state folder. Each state
+// folder has its own, so that tidying one does not empty another. To remove a
+// state folder completely, remove this folder, too.
 func ResidentFolder(state string) string {
 	sum := sha256.Sum256([]byte(state))
 	return "/dev/shm/agentrun-" + strconv.Itoa(os.Geteuid()) + "-" + hex.EncodeToString(sum[:4])
@@ -90,12 +90,12 @@ func checkFolder(f *os.File) (os.FileInfo, error) {
 	return info, nil
 }
 
-// Close lets go of the folder. Layers and descriptors stay.
+// Close closes the folder. Layers and descriptors remain valid.
 func (r *Resident) Close() error { return r.root.Close() }
 
-// Load returns a read-only descriptor of a layer. If it is not resident, it is
-// copied from what open returns and verified on the way, once, however many
-// callers and processes ask for it.
+// Load returns a read-only descriptor of a layer. If the layer is not resident,
+// Load copies it from open's reader and verifies it. It does so only once, no
+// matter how many callers and processes ask for the layer.
 func (r *Resident) Load(ctx context.Context, ref Ref, open func() (io.ReadCloser, error)) (*os.File, error) {
 	if err := ref.validate(); err != nil {
 		return nil, err
@@ -138,8 +138,8 @@ func (r *Resident) open(ref Ref) (*os.File, error) {
 	return f, nil
 }
 
-// begin makes the caller the one that loads d, or returns what to wait for.
-// Waiting on the lock instead would take a thread for each caller.
+// begin makes the caller the one that loads d, or returns a channel to wait
+// for. Waiting for the lock instead would block a thread for each caller.
 func (r *Resident) begin(d Digest) (end <-chan struct{}, mine bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -157,7 +157,7 @@ func (r *Resident) end(d Digest) {
 	delete(r.loading, d)
 }
 
-// load makes a layer resident, unless another process did meanwhile.
+// load makes a layer resident, unless another process has done so meanwhile.
 func (r *Resident) load(ctx context.Context, ref Ref, open func() (io.ReadCloser, error)) error {
 	lock, err := r.lock(ctx, ref.Digest)
 	if err != nil {
@@ -183,13 +183,13 @@ func (r *Resident) load(ctx context.Context, ref Ref, open func() (io.ReadCloser
 	return r.Adopt(ctx, dst, ref)
 }
 
-// lock waits for the lock of a digest. It ends with the file it returns.
+// lock waits for the lock of a digest. Closing the returned file unlocks it.
 func (r *Resident) lock(ctx context.Context, d Digest) (*os.File, error) {
 	f, err := r.root.OpenFile(lockName, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return nil, fmt.Errorf("open lock: %w", err)
 	}
-	// Two digests that share a byte wait for each other, no more.
+	// Two digests that share a byte wait for each other, which is harmless.
 	where := int64(d[0])<<24 | int64(d[1])<<16 | int64(d[2])<<8 | int64(d[3])
 	locked := make(chan error, 1)
 	go func() {
@@ -204,17 +204,17 @@ func (r *Resident) lock(ctx context.Context, d Digest) (*os.File, error) {
 		}
 		return f, nil
 	case <-ctx.Done():
-		// The call cannot be interrupted: it ends when the other loader does.
+		// The call cannot be interrupted: it ends when the other loader ends.
 		go func() {
 			<-locked
-			_ = f.Close() // only a lock
+			_ = f.Close() // the file is only a lock
 		}()
 		return nil, ctx.Err()
 	}
 }
 
-// Create opens a new file in the folder that has no name yet, for Adopt.
-// Closing it without Adopt deletes it.
+// Create opens a new file in the folder, without a name, for Adopt. Closing it
+// without Adopt deletes it.
 func (r *Resident) Create() (*os.File, error) {
 	f, err := r.root.OpenFile(".", unix.O_TMPFILE|os.O_RDWR, 0o600)
 	if err != nil {
@@ -224,8 +224,8 @@ func (r *Resident) Create() (*os.File, error) {
 }
 
 // Adopt makes a file of Create the resident copy of a layer. The caller has
-// hashed it (Writer) and closes it; nobody may write to it any more, which
-// holds for other processes that were given the descriptor too.
+// hashed it (Writer) and closes it. From now on the file must not be written,
+// also not by other processes that have its descriptor.
 func (r *Resident) Adopt(ctx context.Context, f *os.File, ref Ref) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -250,13 +250,13 @@ func (r *Resident) Adopt(ctx context.Context, f *os.File, ref Ref) error {
 	defer dir.Close()
 	from := "/proc/self/fd/" + strconv.Itoa(int(f.Fd()))
 	err = unix.Linkat(unix.AT_FDCWD, from, int(dir.Fd()), ref.Digest.String(), unix.AT_SYMLINK_FOLLOW)
-	if err != nil && !errors.Is(err, unix.EEXIST) { // the same bytes are there already
+	if err != nil && !errors.Is(err, unix.EEXIST) { // EEXIST: the same bytes are there already
 		return fmt.Errorf("adopt layer %s: %w", ref.Digest, err)
 	}
 	return nil
 }
 
-// retry repeats a system call that a signal interrupted.
+// retry repeats a system call that was interrupted by a signal.
 func retry(call func() error) error {
 	for {
 		if err := call(); !errors.Is(err, unix.EINTR) {

@@ -6,8 +6,8 @@ import (
 	"io/fs"
 )
 
-// Remove deletes the resident copy, if there is one. Whoever has it open or
-// mapped keeps it.
+// Remove deletes the resident copy if it exists. Processes that have it open or
+// mapped keep it.
 func (r *Resident) Remove(d Digest) error {
 	if err := r.root.Remove(d.String()); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("remove resident layer: %w", err)
@@ -15,7 +15,7 @@ func (r *Resident) Remove(d Digest) error {
 	return nil
 }
 
-// Drop deletes resident copies by name. A name that is no digest is nobody's.
+// Drop deletes resident copies by name. It ignores names that are not digests.
 func (r *Resident) Drop(names []string) error {
 	var errs []error
 	for _, name := range names {
@@ -57,7 +57,7 @@ func (r *Resident) each(do func(d Digest, size int64) error) error {
 	for _, e := range entries {
 		d, err := ParseDigest(e.Name())
 		if err != nil {
-			continue // the lock, or not ours
+			continue // the lock, or a file that is not ours
 		}
 		info, err := e.Info()
 		if errors.Is(err, fs.ErrNotExist) {

@@ -36,8 +36,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// loader loads one layer, after a byte from standard input. It writes "open"
-// when it has to copy.
+// loader loads one layer after it has read a byte from standard input. It
+// writes "open" when it has to copy.
 func loader(args string) error {
 	var dir, source, digest string
 	var want layer.Ref
@@ -79,7 +79,7 @@ func startLoader(t *testing.T, dir, source string, r layer.Ref) (cmd *exec.Cmd, 
 	if in, err = cmd.StdinPipe(); err != nil {
 		t.Fatal(err)
 	}
-	// Not StdoutPipe: the output is read after Wait as well.
+	// Not StdoutPipe: the output is also read after Wait.
 	out, w, err := os.Pipe()
 	if err != nil {
 		t.Fatal(err)
@@ -91,7 +91,7 @@ func startLoader(t *testing.T, dir, source string, r layer.Ref) (cmd *exec.Cmd, 
 	if err := w.Close(); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = out.Close() }) // only read from
+	t.Cleanup(func() { _ = out.Close() }) // it was only read
 	expect(t, out, "ready\n")
 	return cmd, in, out
 }
@@ -131,7 +131,7 @@ func readAll(t *testing.T, f *os.File) []byte {
 	return b
 }
 
-// leftovers are the names in a folder, the lock aside.
+// leftovers lists the names in a folder, without the lock.
 func leftovers(t *testing.T, dir string) []string {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
@@ -174,7 +174,7 @@ func TestResident(t *testing.T) {
 	if n, err := r.Keep(func(d layer.Digest) bool { return d != refs[1].Digest }); n != 1 || err != nil {
 		t.Errorf("%d removed, %v", n, err)
 	}
-	for range 2 { // also if it is gone
+	for range 2 { // the second time it is gone
 		if err := r.Remove(refs[0].Digest); err != nil {
 			t.Error(err)
 		}
@@ -203,8 +203,8 @@ func TestResident(t *testing.T) {
 	layertest.WantError(t, again.Remove(refs[0].Digest), "closed")
 }
 
-// TestDescriptor: what Load returns cannot be written, and a mapping outlives
-// the file.
+// TestDescriptor: the descriptor that Load returns cannot be written, and a
+// mapping outlives the file.
 func TestDescriptor(t *testing.T) {
 	r, _ := newResident(t)
 	s := layertest.NewStore(t)
@@ -264,7 +264,7 @@ func TestLoadRefuses(t *testing.T) {
 			_, err := r.Load(t.Context(), l, func() (io.ReadCloser, error) { return os.Open(path) })
 			layertest.WantError(t, err, append(c.say, "load layer "+l.Digest.String(), path)...)
 
-			// The same through a pipe, whose size nobody knows before.
+			// The same through a pipe, whose size is unknown.
 			_, err = r.Load(t.Context(), l, func() (io.ReadCloser, error) { return pipe(t, c.content), nil })
 			layertest.WantError(t, err, "load layer "+l.Digest.String(), "expected")
 		})
@@ -294,7 +294,7 @@ func TestLoadRefuses(t *testing.T) {
 	layertest.WantError(t, err, "has 524288 bytes, 4096 are expected")
 }
 
-// pipe has content in it.
+// pipe returns a pipe from which content can be read.
 func pipe(t *testing.T, content []byte) *os.File {
 	t.Helper()
 	out, in, err := os.Pipe()
@@ -368,7 +368,7 @@ func TestLoadOnceInManyProcesses(t *testing.T) {
 }
 
 // TestKilledLoader kills a process in the middle of a copy: the source is a
-// FIFO that gives half of the layer.
+// FIFO that delivers half of the layer.
 func TestKilledLoader(t *testing.T) {
 	r, dir := newResident(t)
 	s := layertest.NewStore(t)
@@ -387,14 +387,15 @@ func TestKilledLoader(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// More than a FIFO holds: when this returns, the copy has begun.
+	// This is more than a FIFO holds: when the write returns, the copy has
+	// begun.
 	if _, err := half.Write(content[:layer.ChunkSize+layer.PageSize]); err != nil {
 		t.Fatal(err)
 	}
 	source := func() (io.ReadCloser, error) { return s.Open(l) }
 	ctx, cancel := context.WithCancel(t.Context())
 	waiting := make(chan error)
-	go func() { // one that gives up before the loader ends
+	go func() { // a caller that gives up before the loader ends
 		_, err := r.Load(ctx, l, source)
 		waiting <- err
 	}()
@@ -424,7 +425,7 @@ func TestKilledLoader(t *testing.T) {
 	layertest.SameBytes(t, "layer", readAll(t, f), content)
 }
 
-// TestWaiter gives up while another goroutine loads.
+// TestWaiter: a caller gives up while another goroutine loads.
 func TestWaiter(t *testing.T) {
 	r, _ := newResident(t)
 	s := layertest.NewStore(t)
@@ -448,7 +449,7 @@ func TestWaiter(t *testing.T) {
 func TestAdopt(t *testing.T) {
 	r, dir := newResident(t)
 	content := bytes.Repeat([]byte{6}, 3*layer.PageSize)
-	for range 2 { // the second finds it there
+	for range 2 { // the second time it is already there
 		f, err := r.Create()
 		if err != nil {
 			t.Fatal(err)
@@ -480,7 +481,7 @@ func TestAdopt(t *testing.T) {
 		}
 		layertest.SameBytes(t, "layer", readAll(t, got), content)
 	}
-	// A file from elsewhere cannot be linked into the folder.
+	// A file of another file system cannot be linked into the folder.
 	f, err := os.Create(filepath.Join(t.TempDir(), "other"))
 	if err != nil {
 		t.Fatal(err)

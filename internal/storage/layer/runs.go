@@ -6,9 +6,9 @@ import (
 	"agentrun.dev/internal/storage/extent"
 )
 
-// CheckChange checks what another process says about a new layer of a stack of
-// size bytes: the runs that the layer holds, and those that have become zeros. A
-// page is in one of the two lists at most.
+// CheckChange checks another process's description of a new layer for a stack of
+// size bytes: the runs that the layer holds, and the runs that have become
+// zeros. A page may be in only one of the two lists.
 func CheckChange(runs, zeros []extent.Run, size uint64) error {
 	if err := extent.Check(runs, size, MaxRuns); err != nil {
 		return err

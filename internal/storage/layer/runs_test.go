@@ -8,7 +8,7 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-// TestCheckChange: one case for each lie about a layer.
+// TestCheckChange has one case for each false description of a layer.
 func TestCheckChange(t *testing.T) {
 	const p = layer.PageSize
 	many := make([]extent.Run, layer.MaxRuns+1)

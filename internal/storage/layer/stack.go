@@ -9,22 +9,23 @@ import (
 )
 
 const (
-	// PageSize is the granule of everything here.
+	// PageSize is the granule of stacks and layers.
 	PageSize = extent.PageSize
 	// MaxLayers is how many files a stack may consist of.
 	MaxLayers = 8
-	// MaxExtents bounds a stack: each extent of a memory is a mapping, and
-	// the time of a fork grows with them.
+	// MaxExtents bounds a stack: each extent of a memory is a mapping, and the
+	// time of a fork grows with the number of mappings.
 	MaxExtents = 256
-	// MaxRuns is how many extents one new layer may bring. So many runs and
-	// zeros fit over any stack that was compacted.
+	// MaxRuns is how many extents one new layer may add. A compacted stack
+	// always has room for so many runs and zeros.
 	MaxRuns = 64
 	// MaxSize bounds stacks and layers: the largest file that ext4 can hold.
 	// Offsets below it add up without overflow.
 	MaxSize = 16 << 40
 )
 
-// Extent says that the bytes from Start on are those of a layer from Offset on.
+// Extent says that the bytes from Start on are the bytes of a layer from Offset
+// on.
 type Extent struct {
 	Start, Length uint64
 	// Layer is an index into Stack.Layers.
@@ -35,21 +36,22 @@ type Extent struct {
 // End is the first byte after the extent.
 func (e Extent) End() uint64 { return e.Start + e.Length }
 
-// continues reports whether e goes on where prev ends, in stack and layer.
+// continues reports whether e starts where prev ends, in the stack and in the
+// layer.
 func (e Extent) continues(prev Extent) bool {
 	return e.Layer == prev.Layer && e.Start == prev.End() && e.Offset == prev.Offset+prev.Length
 }
 
 // Stack is the content of a memory or a disk. The extents are sorted and
-// disjoint; what none of them covers reads as zeros.
+// disjoint; the ranges between them read as zeros.
 type Stack struct {
 	Size    uint64
 	Layers  []Ref
 	Extents []Extent
 }
 
-// Validate checks a stack that came from a file or another process. The
-// other functions rely on what it checks.
+// Validate checks a stack that came from a file or another process. The other
+// functions rely on its checks.
 func (s Stack) Validate() error {
 	if s.Size == 0 || s.Size%PageSize != 0 || s.Size > MaxSize {
 		return fmt.Errorf("stack of %d bytes: must be a multiple of %d, above zero and at most %d", s.Size, PageSize, uint64(MaxSize))
@@ -102,8 +104,8 @@ func (s Stack) validateExtents() error {
 	return nil
 }
 
-// Find returns the extent that covers off. If there is none, next is where
-// the zeros end: the start of the next extent, or the stack's size.
+// Find returns the extent that covers off. If no extent does, next is the end
+// of the zeros: the start of the next extent, or the stack's size.
 func (s Stack) Find(off uint64) (e Extent, ok bool, next uint64) {
 	i := sort.Search(len(s.Extents), func(i int) bool { return s.Extents[i].End() > off })
 	switch {
@@ -124,7 +126,8 @@ func (s Stack) Bytes() uint64 {
 	return n
 }
 
-// Without is the stack without some layers, and the runs that were in them.
+// Without returns the stack without some layers, and the runs that were in
+// them.
 func (s Stack) Without(drop func(Ref) bool) (rest Stack, runs []extent.Run) {
 	rest = Stack{Size: s.Size, Layers: slices.Clone(s.Layers)}
 	for _, e := range s.Extents {

@@ -31,7 +31,7 @@ func TestDigest(t *testing.T) {
 	}
 }
 
-// ext is an extent in pages of one of a stack's layers.
+// ext makes an extent in pages of one of a stack's layers.
 func ext(start, length uint64, of int, off uint64) layer.Extent {
 	return layer.Extent{start * layer.PageSize, length * layer.PageSize, of, off * layer.PageSize}
 }
@@ -95,7 +95,7 @@ func TestValidate(t *testing.T) {
 	}
 }
 
-// full are as many extents as possible, of all layers.
+// full makes as many extents as possible, of all layers.
 func full() []layer.Extent {
 	var list []layer.Extent
 	for i := range uint64(layer.MaxExtents) {
@@ -118,7 +118,7 @@ func TestFind(t *testing.T) {
 	}
 }
 
-// scan is Find without cleverness.
+// scan is Find as a simple loop.
 func scan(stack layer.Stack, off uint64) (layer.Extent, bool, uint64) {
 	next := stack.Size
 	for _, e := range stack.Extents {
@@ -132,15 +132,15 @@ func scan(stack layer.Stack, off uint64) (layer.Extent, bool, uint64) {
 	return layer.Extent{}, false, next
 }
 
-// FuzzStack builds stacks from raw numbers. An accepted one is walked from end
-// to end, and Find must agree with scan.
+// FuzzStack builds stacks from raw numbers. It walks through an accepted stack
+// from end to end, and Find must agree with scan.
 func FuzzStack(f *testing.F) {
 	f.Add(uint64(8*layer.PageSize), []byte{4, 8}, []byte{0, 1, 0, 0, 2, 1, 1, 3})
 	f.Add(uint64(layer.MaxSize), []byte{255}, []byte{0, 255, 0, 0})
 	f.Add(uint64(0), []byte{}, []byte{})
 	f.Add(uint64(1), []byte{0}, []byte{1, 1, 1, 1, 0, 0, 0, 0})
 	f.Fuzz(func(t *testing.T, size uint64, layers, extents []byte) {
-		// A byte above 250 is a number that overflows when it is added to.
+		// A byte above 250 becomes a number that overflows in an addition.
 		number := func(b byte) uint64 {
 			if b > 250 {
 				return (math.MaxUint64 - uint64(b-251)*layer.PageSize) &^ (layer.PageSize - 1)

@@ -26,7 +26,7 @@ import (
 
 const page = layer.PageSize
 
-// content is a layer of zeros with some pages in it that do not compress.
+// content describes a layer: zeros, and some pages that do not compress.
 type content struct {
 	size  uint64
 	pages []uint64 // their numbers
@@ -63,12 +63,12 @@ func (c content) write(t testing.TB) (layer.Ref, *os.File) {
 	return w.Ref(), f
 }
 
-// whole is an image of one layer.
+// whole is a stack of one layer.
 func whole(r layer.Ref) snapshot.Stack {
 	return snapshot.StackOf(layer.Stack{Size: r.Size, Layers: []layer.Ref{r}, Extents: []layer.Extent{{Length: r.Size}}})
 }
 
-// make makes a snapshot of a memory and a disk.
+// makeSnapshot makes a snapshot of a memory and a disk.
 func makeSnapshot(t testing.TB, memory, disk content, edit ...func(*snapshot.Manifest)) *snapshot.Snapshot {
 	t.Helper()
 	return makeWith(t, nil, memory, disk, edit...)
@@ -99,14 +99,14 @@ func makeWith(t testing.TB, options []snapshot.Option, memory, disk content, edi
 	return snap
 }
 
-// onGVisor makes the manifest one of a sandbox on gVisor.
+// onGVisor turns the manifest into that of a sandbox on gVisor.
 func onGVisor(m *snapshot.Manifest) {
 	m.Engine, m.Kernel, m.TSCKHz = snapshot.EngineGVisor, "", 0
 	m.GVisor = &snapshot.GVisor{Helper: strings.Repeat("ab", 32), Platform: "systrap", CPUFeatures: []string{"sse2"}, Pages: m.Memory.Layers[0]}
 	m.Memory = snapshot.Stack{Size: 128 << 20}
 }
 
-// small is a snapshot with little in it.
+// small is a small snapshot: 16 pages of memory, 4 of disk.
 func small(t testing.TB, edit ...func(*snapshot.Manifest)) *snapshot.Snapshot {
 	return makeSnapshot(t, content{size: 16 * page, pages: []uint64{3, 4, 9}}, content{size: 4 * page, pages: []uint64{0}, seed: 7}, edit...)
 }
@@ -120,7 +120,7 @@ func packed(t testing.TB, snap *snapshot.Snapshot, o PackOptions) []byte {
 	return out.Bytes()
 }
 
-// unpackInto unpacks into a folder that has nothing else in it.
+// unpackInto unpacks into an empty folder.
 func unpackInto(t testing.TB, b []byte, o UnpackOptions) (*snapshot.Snapshot, string, error) {
 	t.Helper()
 	parent := t.TempDir()
@@ -131,7 +131,7 @@ func unpackInto(t testing.TB, b []byte, o UnpackOptions) (*snapshot.Snapshot, st
 	return snap, parent, err
 }
 
-// wantRefused: with these words, and nothing is left.
+// wantRefused checks that err contains these words, and that parent is empty.
 func wantRefused(t *testing.T, parent string, err error, words ...string) {
 	t.Helper()
 	if err == nil {
@@ -148,7 +148,7 @@ func wantRefused(t *testing.T, parent string, err error, words ...string) {
 	}
 }
 
-// wantSame: another snapshot is the same, in all its content.
+// wantSame checks that both snapshots have the same content.
 func wantSame(t *testing.T, got, want *snapshot.Snapshot) {
 	t.Helper()
 	if got.ID() != want.ID() || !bytes.Equal(got.State(), want.State()) {
@@ -165,7 +165,7 @@ type file struct {
 	content []byte
 }
 
-// bundle is a pack that can be edited.
+// bundle is a pack that a test can edit.
 type bundle struct {
 	t     testing.TB
 	files []file
@@ -259,8 +259,8 @@ func encode(t testing.TB, v any) []byte {
 	return b
 }
 
-// manifest changes the manifest, and everything that names it, so that nothing
-// but the change is wrong.
+// manifest changes the manifest, and all digests of it, so that the change is
+// the only error.
 func (b *bundle) manifest(edit func(*v1.Manifest)) {
 	index := decode[v1.IndexManifest](b.t, b.find(indexName).content)
 	old := blobName(index.Manifests[0])
@@ -276,19 +276,19 @@ func (b *bundle) replaceManifest(index *v1.IndexManifest, raw []byte) {
 	b.find(indexName).content = encode(b.t, *index)
 }
 
-// replace changes a blob that the manifest names, with its descriptor.
+// replace changes a blob that the manifest names, and its descriptor.
 func (b *bundle) replace(d *v1.Descriptor, content []byte) {
 	b.remove(blobName(*d))
 	n := b.addBlob(content)
 	d.Digest, d.Size = n.Digest, n.Size
 }
 
-// testRegistry is a registry on a real listener that counts.
+// testRegistry is a registry on a real listener, which counts requests.
 type testRegistry struct {
 	host string
 	mu   sync.Mutex // protects the following fields
 	sent map[string]int
-	// intercept may answer in the registry's place.
+	// intercept may answer a request instead of the registry.
 	intercept func(http.ResponseWriter, *http.Request) bool
 }
 
@@ -314,7 +314,7 @@ func newRegistry(t testing.TB) *testRegistry {
 	return r
 }
 
-// count is how many requests of a kind there were since it was asked last.
+// count returns how many requests of a kind there were since its last call.
 func (r *testRegistry) count(what string) int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -361,7 +361,7 @@ func (r *testRegistry) pull(t testing.TB, name string, o UnpackOptions) (*snapsh
 	return snap, parent, err
 }
 
-// put puts a bundle into the registry, whatever it is.
+// put stores a bundle in the registry without a check.
 func (r *testRegistry) put(t testing.TB, name string, b *bundle) {
 	t.Helper()
 	repo, err := r.registries().Open(r.ref(t, name))

@@ -26,14 +26,15 @@ func squeeze(t testing.TB, b []byte, o ...zstd.EOption) []byte {
 	return z.EncodeAll(b, nil)
 }
 
-// repack gives a part other content, and says so in its annotations.
+// repack gives a part other content, with annotations that fit it.
 func (b *bundle) repack(d *v1.Descriptor, content []byte) {
 	b.replace(d, squeeze(b.t, content))
 	d.Annotations[sizeKey] = strconv.Itoa(len(content))
 	d.Annotations[digestKey] = describe(content).Digest.String()
 }
 
-// config changes the snapshot's manifest, which is made valid again if it can be.
+// config changes the snapshot's manifest. Its checksum is made valid again if
+// possible.
 func (b *bundle) config(edit func(*snapshot.Manifest)) {
 	b.manifest(func(m *v1.Manifest) {
 		s, err := snapshot.ParseManifest(b.find(blobName(m.Config)).content)
@@ -49,9 +50,10 @@ func (b *bundle) config(edit func(*snapshot.Manifest)) {
 	})
 }
 
-// hostile are packs that must be refused, and what is to be said; those that
-// begin with "file:" are wrong in what a registry does not have. The small
-// snapshot has three parts: state, memory (16 pages), disk (4 pages).
+// hostile are packs that must be refused, and the words of the error. Those
+// whose names begin with "file:" are wrong in something that only a file has,
+// not a registry. The small snapshot has three parts: state, memory (16 pages),
+// disk (4 pages).
 var hostile = []struct {
 	name string
 	edit func(*bundle)
@@ -146,7 +148,7 @@ var hostile = []struct {
 	}, "config: it is of type"},
 	{"config: data beside it", func(b *bundle) { b.manifest(func(m *v1.Manifest) { m.Config.Data = []byte("x") }) }, "config: it has URLs, data"},
 
-	// Parts, as the manifest says.
+	// Parts: their descriptors.
 	{"a part elsewhere", func(b *bundle) {
 		b.manifest(func(m *v1.Manifest) { m.Layers[1].URLs = []string{"http://169.254.169.254/"} })
 	}, "it has URLs"},
@@ -191,7 +193,7 @@ var hostile = []struct {
 		})
 	}, "is damaged: its digest"},
 
-	// Parts, as they are.
+	// Parts: their content.
 	{"a blob of another size", func(b *bundle) { b.manifest(func(m *v1.Manifest) { m.Layers[1].Size++ }) }, ""},
 	{"a part that is no zstd", func(b *bundle) {
 		b.manifest(func(m *v1.Manifest) { b.replace(&m.Layers[1], []byte("no zstd")) })
@@ -285,8 +287,8 @@ func stream(t testing.TB, content []byte, o ...zstd.EOption) []byte {
 	return out.Bytes()
 }
 
-// TestHostile: each of them is refused with its reason, and leaves nothing; those
-// that are wrong beyond the archive also from a registry.
+// TestHostile: each pack is refused with its reason, and leaves no files. Those
+// that are wrong in more than the archive are refused from a registry, too.
 func TestHostile(t *testing.T) {
 	good := packed(t, small(t), PackOptions{})
 	r := newRegistry(t)
@@ -307,7 +309,7 @@ func TestHostile(t *testing.T) {
 	}
 }
 
-// TestLimits: sizes and ratios are bounded, whatever the manifests say.
+// TestLimits: sizes and ratios are bounded, regardless of the manifests.
 func TestLimits(t *testing.T) {
 	b := packed(t, small(t), PackOptions{})
 	_, parent, err := unpackInto(t, b, UnpackOptions{Limits: Limits{Bytes: 19 * page, Ratio: 1}})
@@ -341,7 +343,7 @@ func TestLimits(t *testing.T) {
 	wantSame(t, got, bomb)
 }
 
-// TestFlipped: a byte that is changed anywhere is found, or was of no meaning.
+// TestFlipped: a changed byte is noticed anywhere, unless it has no meaning.
 func TestFlipped(t *testing.T) {
 	snap := small(t)
 	key, public := newKeys(t)
@@ -363,18 +365,18 @@ func TestFlipped(t *testing.T) {
 	}
 }
 
-// TestTruncated: a pack that ends early is refused, wherever it ends.
+// TestTruncated: a truncated pack is refused, wherever it ends.
 func TestTruncated(t *testing.T) {
 	good := packed(t, small(t), PackOptions{})
-	end := bytes.LastIndexByte(good, '}') // then the end of the archive, which says nothing
+	end := bytes.LastIndexByte(good, '}') // the rest of the archive has no content
 	for n := 0; n <= end; n += 101 {
 		_, parent, err := unpackInto(t, good[:n], UnpackOptions{})
 		wantRefused(t, parent, err, "unpack snapshot")
 	}
 }
 
-// FuzzParse: whatever a manifest and a configuration say, what is accepted keeps
-// the bounds that unpacking relies on.
+// FuzzParse: any manifest and configuration that are accepted keep the bounds
+// that unpacking relies on.
 func FuzzParse(f *testing.F) {
 	snap := small(f)
 	b := open(f, packed(f, snap, PackOptions{}))
@@ -420,7 +422,7 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// FuzzRead: whatever a file holds, it becomes the snapshot that it names, or
+// FuzzRead: any file either becomes the snapshot that it names, or leaves
 // nothing.
 func FuzzRead(f *testing.F) {
 	f.Add(packed(f, small(f), PackOptions{}))

@@ -27,28 +27,28 @@ const (
 	layoutFile = `{"imageLayoutVersion":"1.0.0"}`
 	maxLayout  = 1 << 10
 	maxIndex   = 1 << 20
-	// maxEntries are parts, and a few that every file has.
+	// maxEntries are the parts, and a few entries that every file has.
 	maxEntries = maxParts + 256
 )
 
-// kindKey and its values tell signatures from what they sign, as cosign save
-// does.
+// kindKey and its values distinguish signatures from the manifest that they
+// sign, as cosign save does.
 const (
 	kindKey        = "kind"
 	imageKind      = "dev.cosignproject.cosign/image"
 	signaturesKind = "dev.cosignproject.cosign/sigs"
 )
 
-// PackOptions are how a snapshot is packed. The zero value is good.
+// PackOptions say how a snapshot is packed. The zero value is valid.
 type PackOptions struct {
-	// Key signs the pack, if there is one.
+	// Key signs the pack; nil leaves it unsigned.
 	Key *Signer
-	// Progress is called, one call at a time, whenever there is some.
+	// Progress is called whenever there is progress, never concurrently.
 	Progress func(image.Progress)
 }
 
 // Write packs a snapshot into one file. It returns the digest of the pack's
-// manifest, which names all of it.
+// manifest, which identifies all of the pack.
 func Write(ctx context.Context, w io.Writer, snap *snapshot.Snapshot, o PackOptions) (v1.Hash, error) {
 	digest, err := write(ctx, w, snap, o)
 	if err != nil {
@@ -105,7 +105,7 @@ func write(ctx context.Context, w io.Writer, snap *snapshot.Snapshot, o PackOpti
 	return digest, nil
 }
 
-// prepare refuses what must not or should not be packed.
+// prepare refuses snapshots that must not be packed, and damaged ones.
 func prepare(ctx context.Context, snap *snapshot.Snapshot, report *image.Reporter) error {
 	if err := Packable(snap.Manifest()); err != nil {
 		return err
@@ -114,7 +114,7 @@ func prepare(ctx context.Context, snap *snapshot.Snapshot, report *image.Reporte
 	return snap.Verify(ctx)
 }
 
-// total is the bytes of a snapshot, zeros included.
+// total is the number of bytes of a snapshot, zeros included.
 func total(snap *snapshot.Snapshot) int64 {
 	n := uint64(len(snap.State()))
 	for _, ref := range snap.Manifest().Layers() {
@@ -123,7 +123,8 @@ func total(snap *snapshot.Snapshot) int64 {
 	return int64(n)
 }
 
-// seal gives the manifest of a pack whose parts are known, and its configuration.
+// seal returns the manifest and the configuration of a pack whose parts are
+// known.
 func (a *artifact) seal(snap *snapshot.Snapshot) (manifest, config []byte, err error) {
 	if config, err = snap.Manifest().Encode(); err != nil {
 		return nil, nil, err
@@ -134,7 +135,7 @@ func (a *artifact) seal(snap *snapshot.Snapshot) (manifest, config []byte, err e
 	return manifest, config, err
 }
 
-// archive writes a layout. What is in it does not depend on when and by whom it
+// archive writes a layout. Its content does not depend on when and by whom it
 // is written.
 type archive struct {
 	tar  *tar.Writer
@@ -142,7 +143,7 @@ type archive struct {
 	has  map[v1.Hash]bool
 }
 
-// blob writes a blob once.
+// blob writes a blob, unless the archive has it already.
 func (a *archive) blob(d v1.Descriptor, content []byte) error {
 	if a.has[d.Digest] {
 		return nil
@@ -159,7 +160,8 @@ func (a *archive) file(name string, content []byte) error {
 	return err
 }
 
-// signatures adds a signature.
+// signatures writes a signature with its blobs, and returns the descriptor of
+// its manifest.
 func (a *archive) signatures(key *Signer, digest v1.Hash) (d v1.Descriptor, err error) {
 	img, err := key.sign(emptySignatures(), fileIdentity, digest)
 	if err != nil {
@@ -199,7 +201,7 @@ func (a *archive) signatures(key *Signer, digest v1.Hash) (d v1.Descriptor, err 
 	return d, nil
 }
 
-// Read makes a snapshot at dir of a file that Write has written.
+// Read unpacks a file that Write has written, and makes the snapshot at dir.
 func Read(ctx context.Context, r io.ReaderAt, size int64, dir string, o UnpackOptions) (*snapshot.Snapshot, error) {
 	report := image.NewReporter(o.Progress)
 	l, err := openLayout(r, size, report)
@@ -218,7 +220,7 @@ func Read(ctx context.Context, r io.ReaderAt, size int64, dir string, o UnpackOp
 	return snap, nil
 }
 
-// layout is an open file.
+// layout is an open file in the format of Write.
 type layout struct {
 	report   *image.Reporter
 	entries  map[string]*io.SectionReader // by name
@@ -226,8 +228,8 @@ type layout struct {
 	signed   *v1.Descriptor
 }
 
-// openLayout finds what is in a file. Nothing is taken from it but names that
-// are known or digests.
+// openLayout lists the entries of a file. It accepts only names that it knows,
+// and digests.
 func openLayout(r io.ReaderAt, size int64, report *image.Reporter) (*layout, error) {
 	l := &layout{report: report, entries: map[string]*io.SectionReader{}}
 	all := io.NewSectionReader(r, 0, size)
@@ -254,7 +256,7 @@ func openLayout(r io.ReaderAt, size int64, report *image.Reporter) (*layout, err
 	return l, l.readIndex()
 }
 
-// add takes one entry.
+// add records one entry of the archive.
 func (l *layout) add(h *tar.Header, r io.ReaderAt, start, size int64) error {
 	name := h.Name
 	if h.Typeflag == tar.TypeDir && (name == "blobs/" || name == blobPrefix) {
@@ -282,7 +284,8 @@ func (l *layout) add(h *tar.Header, r io.ReaderAt, start, size int64) error {
 	return nil
 }
 
-// sparse: its content is not what the archive has at its place.
+// sparse reports whether the entry's content differs from the bytes at its
+// place in the archive.
 func sparse(h *tar.Header) bool {
 	for k := range h.PAXRecords {
 		if strings.HasPrefix(k, "GNU.sparse.") {
@@ -306,7 +309,7 @@ func (l *layout) checkVersion() error {
 	return nil
 }
 
-// readIndex finds the manifest and its signatures.
+// readIndex finds the manifest and the manifest of its signatures.
 func (l *layout) readIndex() error {
 	b, err := l.read(indexName, maxIndex)
 	if err != nil {
@@ -319,7 +322,7 @@ func (l *layout) readIndex() error {
 	found := 0
 	for _, d := range index.Manifests {
 		artifactType := d.ArtifactType
-		d.ArtifactType = "" // which the manifest itself has to say
+		d.ArtifactType = "" // the manifest itself must state it
 		if err := plain(d, types.OCIManifestSchema1, maxManifest); err != nil {
 			return fmt.Errorf("%s: %w", indexName, err)
 		}
@@ -352,7 +355,7 @@ func (l *layout) read(name string, limit int64) ([]byte, error) {
 	return b, nil
 }
 
-// find is the entry of a blob, with the size that its descriptor says.
+// find returns the entry of a blob, which must have the size of its descriptor.
 func (l *layout) find(d v1.Descriptor) (*io.SectionReader, error) {
 	e := l.entries[blobPrefix+d.Digest.Hex]
 	if e == nil {
@@ -375,7 +378,7 @@ func (l *layout) small(_ context.Context, d v1.Descriptor) ([]byte, error) {
 	return b, same(sha256.Sum256(b), d)
 }
 
-// same refuses content that is not what a descriptor says.
+// same refuses content that does not match its descriptor.
 func same(got layer.Digest, d v1.Descriptor) error {
 	if hashOf(got) != d.Digest {
 		return fmt.Errorf("blob %s is damaged: its digest is %s", d.Digest, hashOf(got))
@@ -408,7 +411,7 @@ func (l *layout) signatures(ctx context.Context, _ v1.Hash) ([]byte, error) {
 	return l.small(ctx, *l.signed)
 }
 
-// complete refuses a file that has more blobs than its manifests name.
+// complete refuses a file with blobs that its manifests do not name.
 func (l *layout) complete(ctx context.Context, a *artifact) error {
 	named := map[string]bool{layoutName: true, indexName: true}
 	name := func(d v1.Descriptor) { named[blobPrefix+d.Digest.Hex] = true }

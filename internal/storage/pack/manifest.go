@@ -15,7 +15,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 )
 
-// What a pack's manifest, its configuration and its parts are.
+// Types of a pack's manifest, its configuration and its parts.
 const (
 	ArtifactType = "application/vnd.agentrun.snapshot.v1"
 
@@ -26,7 +26,7 @@ const (
 	artifactPrefix = "application/vnd.agentrun.snapshot."
 )
 
-// Annotations of a part. The first is for parts of layers only.
+// Annotations of a part. The state has no layerKey.
 const (
 	layerKey  = "dev.agentrun.snapshot.layer"  // the layer's digest
 	offsetKey = "dev.agentrun.snapshot.offset" // where in the layer
@@ -35,13 +35,14 @@ const (
 )
 
 const (
-	// PartSize is how much of a layer a part holds at most. Parts are moved at
-	// the same time, and are in memory then.
+	// PartSize is the greatest size of a part. Several parts are transferred at
+	// a time, and each is in memory meanwhile.
 	PartSize = 32 << 20
-	// maxParts fit into a manifest of maxManifest bytes, which registries take.
+	// A manifest with maxParts parts fits into maxManifest bytes, a size that
+	// registries accept.
 	maxParts    = 8192
 	maxManifest = 4 << 20
-	// maxPartBlob is more than incompressible content becomes.
+	// maxPartBlob is more than incompressible content of PartSize bytes takes.
 	maxPartBlob = PartSize + 1<<20
 )
 
@@ -55,13 +56,13 @@ type part struct {
 	digest layer.Digest // likewise
 }
 
-// artifact is what a pack's manifest says.
+// artifact is the content of a pack's manifest.
 type artifact struct {
 	config v1.Descriptor
 	parts  []part
 }
 
-// encode gives the manifest.
+// encode returns the pack's manifest.
 func (a artifact) encode(m snapshot.Manifest) ([]byte, error) {
 	if len(a.parts) > maxParts {
 		return nil, fmt.Errorf("the snapshot has %d parts of %d MiB, more than the %d that a pack can have", len(a.parts), PartSize>>20, maxParts)
@@ -96,8 +97,8 @@ func (p part) descriptor() v1.Descriptor {
 	return d
 }
 
-// parse reads a manifest and checks all that can be checked without the
-// snapshot's own.
+// parse reads a pack's manifest and checks everything that can be checked
+// without the snapshot's own manifest.
 func parse(raw []byte) (*artifact, error) {
 	var m v1.Manifest
 	if err := strict(raw, maxManifest, &m); err != nil {
@@ -129,7 +130,7 @@ func parse(raw []byte) (*artifact, error) {
 	return a, nil
 }
 
-// strict decodes one JSON value that has no fields but those of v.
+// strict decodes one JSON value that has no fields besides those of v.
 func strict(raw []byte, limit int, v any) error {
 	if len(raw) > limit {
 		return fmt.Errorf("more than %d bytes", limit)
@@ -145,7 +146,8 @@ func strict(raw []byte, limit int, v any) error {
 	return nil
 }
 
-// checkKind refuses what is no pack, and says what it is.
+// checkKind refuses manifests of anything but packs. Its error says which kind
+// it found.
 func checkKind(m v1.Manifest) error {
 	kind := m.ArtifactType
 	if kind == "" {
@@ -166,7 +168,7 @@ func checkKind(m v1.Manifest) error {
 	return nil
 }
 
-// plain checks a descriptor of a blob that is in the pack itself.
+// plain checks the descriptor of a blob, which must be in the pack itself.
 func plain(d v1.Descriptor, kind types.MediaType, limit int64) error {
 	switch {
 	case d.MediaType != kind:
@@ -224,7 +226,7 @@ func parsePart(d v1.Descriptor) (p part, err error) {
 	return p, nil
 }
 
-// parseNumber accepts the one form that a number has.
+// parseNumber accepts only the canonical form of a number.
 func parseNumber(s string) (uint64, error) {
 	n, err := strconv.ParseUint(s, 10, 63)
 	if err != nil || strconv.FormatUint(n, 10) != s {
@@ -245,9 +247,9 @@ func parseHash(s string) (layer.Digest, error) {
 
 func hashOf(d layer.Digest) v1.Hash { return v1.Hash{Algorithm: "sha256", Hex: d.String()} }
 
-// arrange compares the parts with a snapshot's manifest, and gives those of each
-// layer, in the order of m.Layers. Parts that are missing, double, or of nothing
-// are refused.
+// arrange compares the parts with a snapshot's manifest, and returns those of
+// each layer, in the order of m.Layers. It refuses parts that overlap, belong to
+// no layer, or are out of order. Ranges without a part are zeros.
 func (a *artifact) arrange(m snapshot.Manifest) ([][]part, error) {
 	if s := a.parts[0]; s.size != m.State.Size || s.digest != m.State.Digest {
 		return nil, fmt.Errorf("the state has %d bytes with digest %s, the snapshot's has %d with %s", s.size, s.digest, m.State.Size, m.State.Digest)

@@ -19,8 +19,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestRoundTrip: a snapshot comes out as it went in, by file and by registry, of
-// either engine, and the same snapshot gives the same pack.
+// TestRoundTrip: a snapshot of either engine is the same after packing and
+// unpacking, by file and by registry. The same snapshot gives the same pack.
 func TestRoundTrip(t *testing.T) {
 	for name, edit := range map[string]func(*snapshot.Manifest){"microvm": func(*snapshot.Manifest) {}, "gvisor": onGVisor} {
 		t.Run(name, func(t *testing.T) {
@@ -47,7 +47,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// TestZeros: what is zero costs nothing, neither in a pack nor unpacked.
+// TestZeros: zeros take no space, neither in a pack nor unpacked.
 func TestZeros(t *testing.T) {
 	const size = 256 << 20
 	snap := makeSnapshot(t, content{size: size, pages: []uint64{7, size/page - 1}}, content{size: 4 * page, pages: []uint64{0}})
@@ -79,8 +79,8 @@ func TestZeros(t *testing.T) {
 	}
 }
 
-// TestSharedParts: what a registry has is not sent again, and what is here is not
-// fetched again.
+// TestSharedParts: blobs that the registry has are not sent again, and layers
+// that the host has are not fetched again.
 func TestSharedParts(t *testing.T) {
 	base := content{size: 8 * page, pages: []uint64{0, 1}, seed: 3}
 	first := makeSnapshot(t, content{size: 4 * page, pages: []uint64{1}, seed: 1}, base)
@@ -122,7 +122,7 @@ func TestSharedParts(t *testing.T) {
 	if n := r.count("GET blob"); n != 3 { // config, state, memory
 		t.Errorf("%d blobs were fetched", n)
 	}
-	// A lender whose copy is damaged is passed over.
+	// A lender whose copy is damaged is skipped.
 	shared := filepath.Join(parent, "snapshot", "layers", second.Manifest().Disks[0].Stack.Layers[0].Digest.String())
 	if err := errors.Join(os.Remove(shared), os.WriteFile(shared, make([]byte, 8*page), 0o400)); err != nil {
 		t.Fatal(err)
@@ -134,7 +134,7 @@ func TestSharedParts(t *testing.T) {
 	wantSame(t, three, second)
 }
 
-// TestAccept: what the host does not want is refused before its content is
+// TestAccept: a snapshot that the host refuses is refused before its content is
 // fetched.
 func TestAccept(t *testing.T) {
 	r := newRegistry(t)
@@ -153,7 +153,8 @@ func TestAccept(t *testing.T) {
 	}
 }
 
-// TestNotASnapshot: other things in a registry are refused by what they are.
+// TestNotASnapshot: other artifacts in a registry are refused, and the error
+// names their kind.
 func TestNotASnapshot(t *testing.T) {
 	r := newRegistry(t)
 	repo, err := r.registries().Open(r.ref(t, "app:1"))
@@ -180,7 +181,7 @@ func TestNotASnapshot(t *testing.T) {
 	}
 }
 
-// TestOtherContent: a registry that serves something else is found out.
+// TestOtherContent: a registry that serves other content is noticed.
 func TestOtherContent(t *testing.T) {
 	r := newRegistry(t)
 	snap := small(t)
@@ -191,7 +192,7 @@ func TestOtherContent(t *testing.T) {
 			if req.Method != http.MethodGet || !strings.Contains(req.URL.Path, "/blobs/") || strings.Contains(req.URL.Path, config) != blob {
 				return false
 			}
-			_, _ = w.Write(make([]byte, 1<<20)) // more than there should be; the test fails if it is not seen
+			_, _ = w.Write(make([]byte, 1<<20)) // more than there should be; the test fails if this goes unnoticed
 			return true
 		})
 		_, parent, err := r.pull(t, "team/base:1", UnpackOptions{})
@@ -200,7 +201,7 @@ func TestOtherContent(t *testing.T) {
 	}
 }
 
-// TestDamagedSource: what is damaged here is not packed.
+// TestDamagedSource: a damaged snapshot is not packed.
 func TestDamagedSource(t *testing.T) {
 	snap := small(t)
 	f, err := snap.OpenLayer(layer.Ref(snap.Manifest().Memory.Layers[0]))
@@ -226,7 +227,7 @@ func TestDamagedSource(t *testing.T) {
 	}
 }
 
-// TestStopped: whoever gives up leaves nothing.
+// TestStopped: a cancelled unpacking leaves no files.
 func TestStopped(t *testing.T) {
 	b := packed(t, small(t), PackOptions{})
 	ctx, cancel := context.WithCancel(t.Context())
@@ -242,7 +243,7 @@ func TestStopped(t *testing.T) {
 	}
 }
 
-// TestProgress: phases come in their order, and bytes add up.
+// TestProgress: phases come in order, and the bytes add up.
 func TestProgress(t *testing.T) {
 	r := newRegistry(t)
 	snap := small(t)

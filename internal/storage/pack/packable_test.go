@@ -19,8 +19,7 @@ func private(t *testing.T) *snapshot.Snapshot {
 	return makeWith(t, []snapshot.Option{snapshot.Sealed(key)}, content{size: page, pages: []uint64{0}}, content{size: page, pages: []uint64{0}, seed: 7})
 }
 
-// TestPackable: what must not leave its machine does not, and is not taken from
-// elsewhere either.
+// TestPackable: a private snapshot is not packed, and a pack of one is refused.
 func TestPackable(t *testing.T) {
 	snap := private(t)
 	if err := Packable(snap.Manifest()); !errors.Is(err, ErrPrivate) {
@@ -35,7 +34,7 @@ func TestPackable(t *testing.T) {
 	if n := r.count("POST blob"); !errors.Is(err, ErrPrivate) || n > 0 {
 		t.Errorf("pushed: %v, %d blobs", err, n)
 	}
-	// One that somebody else has packed all the same.
+	// A pack of a private snapshot, which somebody else has made regardless.
 	b := open(t, packed(t, small(t), PackOptions{}))
 	config, err := snap.Manifest().Encode()
 	if err != nil {

@@ -17,17 +17,17 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// window is what a decompressor has to remember; maxWindow is what ours does for
-// packs of others.
+// window is how much history our compressor uses; maxWindow is the most that our
+// decompressor allows in packs of others.
 const (
 	window    = 4 << 20
 	maxWindow = 8 << 20
 )
 
-// workers is how many parts are in memory at the same time.
+// workers is how many parts are in memory at a time.
 const workers = 4
 
-// raw is a range of a layer, or the state, that is to become a part.
+// raw is a range of a layer, or the state, from which a part will be made.
 type raw struct {
 	state  bool
 	layer  layer.Digest
@@ -36,7 +36,7 @@ type raw struct {
 	open   func() (io.ReadSeekCloser, error)
 }
 
-// ranges cuts a snapshot. Which of them are zeros is not known yet.
+// ranges cuts a snapshot into ranges. Some may turn out to be zeros.
 func ranges(snap *snapshot.Snapshot) []raw {
 	state := snap.State()
 	out := []raw{{state: true, size: uint64(len(state)), open: func() (io.ReadSeekCloser, error) {
@@ -68,16 +68,16 @@ type section struct {
 
 func (s section) Close() error { return s.file.Close() }
 
-// order is in which parts are taken.
+// order says in which order parts are taken.
 type order int
 
 const (
-	anyOrder order = iota // several at the same time
+	anyOrder order = iota // several at a time
 	inOrder
 )
 
-// cut makes the parts of a snapshot and has each taken with its content, which is
-// gone afterwards. It returns the parts in order.
+// cut makes the parts of a snapshot and calls take with each part and its
+// content, which is valid only during the call. It returns the parts in order.
 func cut(ctx context.Context, snap *snapshot.Snapshot, report *image.Reporter, o order, take func(context.Context, part, []byte) error) ([]part, error) {
 	all := ranges(snap)
 	made := make([]*part, len(all))
@@ -126,7 +126,7 @@ func closed() chan struct{} {
 	return c
 }
 
-// compress gives the part, or nil for zeros in a layer: those need none.
+// compress returns the part; nil for zeros of a layer, which need no part.
 func (r raw) compress(ctx context.Context) (*part, []byte, error) {
 	in, err := r.open()
 	if err != nil {
@@ -163,7 +163,7 @@ func (r raw) compress(ctx context.Context) (*part, []byte, error) {
 	return p, out.Bytes(), nil
 }
 
-// describe names a blob by its content.
+// describe returns the descriptor of a blob, by its content.
 func describe(b []byte) v1.Descriptor {
 	return v1.Descriptor{Digest: hashOf(sha256.Sum256(b)), Size: int64(len(b))}
 }
@@ -190,7 +190,7 @@ func onlyZeros(ctx context.Context, r io.Reader) (bool, error) {
 	}
 }
 
-// withContext is a reader that ends with its context.
+// withContext is a reader that fails when its context has ended.
 type withContext struct {
 	ctx context.Context
 	io.Reader

@@ -15,9 +15,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Push packs a snapshot into a registry. What is there is not sent again, so a
-// push that was interrupted goes on where it was. It returns the digest of the
-// pack's manifest.
+// Push packs a snapshot into a registry. Blobs that the registry has are not
+// sent again, so an interrupted push continues where it stopped. Push returns
+// the digest of the pack's manifest.
 func Push(ctx context.Context, snap *snapshot.Snapshot, ref image.Reference, at image.Registries, o PackOptions) (v1.Hash, error) {
 	repo, err := at.Open(ref)
 	if err != nil {
@@ -58,7 +58,8 @@ func push(ctx context.Context, snap *snapshot.Snapshot, repo *image.Repository, 
 		return digest, err
 	}
 	digest = describe(manifest).Digest
-	// Signed first: whoever finds the tag finds the signature.
+	// The signature comes before the tag: a client that finds the tag finds the
+	// signature.
 	if o.Key != nil {
 		if err := pushSignature(ctx, repo, o.Key, digest); err != nil {
 			return digest, fmt.Errorf("sign: %w", err)
@@ -74,7 +75,7 @@ func push(ctx context.Context, snap *snapshot.Snapshot, repo *image.Repository, 
 // signatureTag is where cosign looks for the signatures of a manifest.
 func signatureTag(manifest v1.Hash) string { return manifest.Algorithm + "-" + manifest.Hex + ".sig" }
 
-// pushSignature adds a signature to those that there are.
+// pushSignature adds a signature to the existing ones.
 func pushSignature(ctx context.Context, repo *image.Repository, key *Signer, digest v1.Hash) error {
 	tag := repo.Tag(signatureTag(digest))
 	src := remoteSource{repo, image.NewReporter(nil)}
@@ -104,7 +105,8 @@ func pushSignature(ctx context.Context, repo *image.Repository, key *Signer, dig
 	return repo.PutImage(ctx, tag, img)
 }
 
-// Pull makes a snapshot at dir of what Push has put into a registry.
+// Pull fetches a pack that Push has put into a registry, and makes the snapshot
+// at dir.
 func Pull(ctx context.Context, ref image.Reference, dir string, at image.Registries, o UnpackOptions) (*snapshot.Snapshot, error) {
 	repo, err := at.Open(ref)
 	if err != nil {
@@ -136,13 +138,13 @@ func pull(ctx context.Context, repo *image.Repository, dir string, o UnpackOptio
 	return snap, nil
 }
 
-// remoteSource is a pack in a registry.
+// remoteSource is a repository of a registry as a source.
 type remoteSource struct {
 	repo   *image.Repository
 	report *image.Reporter
 }
 
-// complete: a repository has other things, too.
+// complete accepts everything: a repository may also hold other blobs.
 func (remoteSource) complete(context.Context, *artifact) error { return nil }
 
 func (remoteSource) phase() image.Phase { return image.PhaseDownload }
@@ -156,8 +158,8 @@ func (s remoteSource) small(ctx context.Context, d v1.Descriptor) ([]byte, error
 	return b, errors.Join(err, r.Close())
 }
 
-// part fetches a blob into memory: it is small enough, and a process that is
-// killed leaves nothing.
+// part fetches a blob into memory. A part is small enough for that, and a
+// killed process leaves no file.
 func (s remoteSource) part(ctx context.Context, d v1.Descriptor) (io.ReadCloser, error) {
 	fd, err := unix.MemfdCreate("agentrun-part", unix.MFD_CLOEXEC)
 	if err != nil {

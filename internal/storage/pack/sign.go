@@ -21,8 +21,8 @@ import (
 	"github.com/sigstore/sigstore/pkg/signature/payload"
 )
 
-// payloadType is how cosign stores signatures: an image whose layers are what was
-// signed.
+// payloadType is the media type by which cosign stores signatures: as an image
+// whose layers are the signed payloads.
 const payloadType types.MediaType = "application/vnd.dev.cosign.simplesigning.v1+json"
 
 const (
@@ -31,19 +31,19 @@ const (
 	maxSignatures = 64
 	maxPayload    = 64 << 10
 	maxKeyFile    = 64 << 10
-	// fileIdentity is what the signature of a file claims to be of; it is of no
+	// fileIdentity is the identity in the signature of a file, which is in no
 	// registry.
 	fileIdentity = "agentrun.dev/snapshot"
 )
 
-// ErrUnsigned says that no signature of the wanted key was found.
+// ErrUnsigned says that the pack has no valid signature of the expected key.
 var ErrUnsigned = errors.New("the pack is not signed with this key")
 
 // Signer signs packs.
 type Signer struct{ signer signature.Signer }
 
-// LoadSigner reads a private key in PEM: cosign's, which is encrypted, or a plain
-// one. password is asked if it is needed.
+// LoadSigner reads a private key in PEM: an encrypted one of cosign, or a plain
+// one. It calls password only for an encrypted key.
 func LoadSigner(path string, password func() ([]byte, error)) (*Signer, error) {
 	b, err := readKey(path)
 	if err != nil {
@@ -60,7 +60,7 @@ func LoadSigner(path string, password func() ([]byte, error)) (*Signer, error) {
 	return &Signer{s}, nil
 }
 
-// verifier finds what the key has signed before.
+// verifier returns the Verifier of the signer's own signatures.
 func (s *Signer) verifier() (*Verifier, error) {
 	key, err := s.signer.PublicKey()
 	if err != nil {
@@ -101,12 +101,12 @@ func readKey(path string) ([]byte, error) {
 	return os.ReadFile(path)
 }
 
-// emptySignatures is the image that signatures are added to.
+// emptySignatures is the image without signatures, to which sign adds.
 func emptySignatures() v1.Image {
 	return mutate.ConfigMediaType(mutate.MediaType(empty.Image, types.OCIManifestSchema1), types.OCIConfigJSON)
 }
 
-// sign adds the signature of a manifest to those that there are.
+// sign adds the signature of a manifest to the existing ones.
 func (s *Signer) sign(to v1.Image, identity string, manifest v1.Hash) (v1.Image, error) {
 	ref, err := name.NewDigest(identity + "@" + manifest.String())
 	if err != nil {
@@ -126,8 +126,8 @@ func (s *Signer) sign(to v1.Image, identity string, manifest v1.Hash) (v1.Image,
 	})
 }
 
-// check refuses a pack that has no signature of this key. What else there is does
-// not matter: others may have signed it, too.
+// check refuses a pack that has no valid signature of this key. Signatures of
+// other keys do not matter.
 func (v *Verifier) check(ctx context.Context, src source, manifest v1.Hash) error {
 	raw, err := src.signatures(ctx, manifest)
 	if err != nil {
@@ -152,7 +152,7 @@ func (v *Verifier) check(ctx context.Context, src source, manifest v1.Hash) erro
 	return fmt.Errorf("%w: %w", ErrUnsigned, why)
 }
 
-// parseSignatures reads the manifest of an image of signatures.
+// parseSignatures reads the manifest of an image with signatures.
 func parseSignatures(raw []byte) (m v1.Manifest, err error) {
 	if len(raw) > maxManifest {
 		return m, fmt.Errorf("signatures: more than %d bytes", maxManifest)
@@ -179,7 +179,8 @@ func (v *Verifier) checkOne(ctx context.Context, src source, d v1.Descriptor, ma
 	if err := v.verifier.VerifySignature(bytes.NewReader(sig), bytes.NewReader(claim)); err != nil {
 		return err
 	}
-	// Of something, by this key; of this?
+	// This key has signed the payload. The payload must also name this
+	// manifest.
 	var c payload.SimpleContainerImage
 	if err := json.Unmarshal(claim, &c); err != nil {
 		return err

@@ -27,7 +27,7 @@ func writeAll(b []byte) func(*os.File) error {
 	}
 }
 
-// keyFiles makes a pair of keys as cosign generate-key-pair does.
+// keyFiles makes a key pair as cosign generate-key-pair does.
 func keyFiles(t testing.TB, password []byte) (private, public string) {
 	t.Helper()
 	var ask cryptoutils.PassFunc
@@ -60,7 +60,7 @@ func newKeys(t testing.TB) (*Signer, *Verifier) {
 	return s, v
 }
 
-// TestKeys: keys as cosign makes them, and plain ones.
+// TestKeys: encrypted keys of cosign, and plain keys, can be loaded.
 func TestKeys(t *testing.T) {
 	private, public := keyFiles(t, []byte("open sesame"))
 	b, err := os.ReadFile(private)
@@ -101,8 +101,8 @@ func TestKeys(t *testing.T) {
 	}
 }
 
-// TestSigned: whoever names a key gets only what it has signed, by file and by
-// registry, and nothing of anything else.
+// TestSigned: with a key, only a pack that this key has signed is unpacked, by
+// file and by registry. A refused pack leaves no files.
 func TestSigned(t *testing.T) {
 	key, public := newKeys(t)
 	another, stranger := newKeys(t)
@@ -132,7 +132,7 @@ func TestSigned(t *testing.T) {
 	_, parent, err = r.pull(t, "team/signed:2", UnpackOptions{Key: public})
 	wantRefused(t, parent, err, "it has no signature")
 
-	// The signature of one pack beside another.
+	// A signature of one pack, stored as that of another.
 	repo, err := r.registries().Open(r.ref(t, "team/signed:1"))
 	if err != nil {
 		t.Fatal(err)
@@ -148,8 +148,8 @@ func TestSigned(t *testing.T) {
 	_, parent, err = r.pull(t, "team/signed:2", UnpackOptions{Key: public})
 	wantRefused(t, parent, err, ErrUnsigned.Error(), "the signature is of")
 
-	// A second signature does not take the first away; a third of the same key is
-	// not needed.
+	// A second key's signature does not replace the first. A key that has signed
+	// does not sign again.
 	r.push(t, "team/signed:1", snap, PackOptions{Key: another})
 	r.push(t, "team/signed:1", snap, PackOptions{Key: key})
 	raw, _, err = repo.Get(t.Context(), repo.Tag(signatureTag(describe(manifestOf(t, file)).Digest)))
@@ -171,8 +171,8 @@ func manifestOf(t testing.TB, pack []byte) []byte {
 	return b.find(blobName(decode[v1.IndexManifest](t, b.find(indexName).content).Manifests[0])).content
 }
 
-// TestCosignForm: a signature is where and what cosign expects, and is checked here
-// without any of the code that made it.
+// TestCosignForm: a signature has the place and the form that cosign expects. The
+// test checks it without the code that made it.
 func TestCosignForm(t *testing.T) {
 	private, public := keyFiles(t, nil)
 	key, err := LoadSigner(private, nil)
@@ -223,7 +223,7 @@ func TestCosignForm(t *testing.T) {
 	}
 }
 
-// TestHostileSignatures: none of these is a signature.
+// TestHostileSignatures: each of these signatures is refused.
 func TestHostileSignatures(t *testing.T) {
 	key, public := newKeys(t)
 	good := packed(t, small(t), PackOptions{Key: key})
@@ -258,7 +258,7 @@ func TestHostileSignatures(t *testing.T) {
 				old := m.Layers[0]
 				edit(b, &m)
 				if len(m.Layers) == 0 {
-					b.remove(blobName(old)) // else it belongs to nothing
+					b.remove(blobName(old)) // an entry that no manifest names is refused for another reason
 				}
 				b.replace(d, encode(t, m))
 			})
@@ -266,7 +266,7 @@ func TestHostileSignatures(t *testing.T) {
 			wantRefused(t, parent, err, ErrUnsigned.Error())
 		})
 	}
-	// Something that is no manifest at all.
+	// Bytes that are not a manifest.
 	b := open(t, good)
 	b.index(func(i *v1.IndexManifest) { b.replace(&i.Manifests[1], []byte("[")) })
 	_, parent, err := unpackInto(t, b.bytes(), UnpackOptions{Key: public})

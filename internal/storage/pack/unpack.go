@@ -18,29 +18,29 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// Limits bound what a pack expands to.
+// Limits bound the size of an unpacked pack.
 type Limits struct {
 	// Bytes is the size of all layers together, zeros included.
 	Bytes uint64
-	// Ratio is how many times larger than the pack its content may be, zeros not
-	// counted; content below RatioFloor may be more.
+	// Ratio is the greatest ratio of content, without zeros, to the size of the
+	// pack. Content up to RatioFloor is allowed in any case.
 	Ratio, RatioFloor uint64
 }
 
-// DefaultLimits are those of the zero value.
+// DefaultLimits are the limits that the zero value stands for.
 func DefaultLimits() Limits { return Limits{Bytes: 64 << 30, Ratio: 300, RatioFloor: 256 << 20} }
 
-// UnpackOptions are how a pack becomes a snapshot. The zero value is good.
+// UnpackOptions say how a pack becomes a snapshot. The zero value is valid.
 type UnpackOptions struct {
 	Limits Limits
-	// Key must have signed the pack, if there is one.
+	// Key is the key that must have signed the pack; nil accepts any pack.
 	Key *Verifier
 	// Accept may refuse a snapshot by its manifest, before its content is read.
 	Accept func(snapshot.Manifest) error
-	// Lend gives a snapshot that is here and has a layer, which need not be
-	// fetched then; or nil. It is closed after use.
+	// Lend returns a snapshot of this host that has a layer, which then need
+	// not be fetched, or nil. The snapshot is closed after use.
 	Lend func(layer.Ref) *snapshot.Snapshot
-	// Progress is called, one call at a time, whenever there is some.
+	// Progress is called whenever there is progress, never concurrently.
 	Progress func(image.Progress)
 }
 
@@ -51,23 +51,24 @@ func (o UnpackOptions) limits() Limits {
 	return o.Limits
 }
 
-// source is where the blobs of a pack are.
+// source gives access to the blobs of a pack.
 type source interface {
 	// small reads a blob into memory, and compares it with its digest.
 	small(ctx context.Context, d v1.Descriptor) ([]byte, error)
-	// complete refuses a source that has more than the manifest names.
+	// complete refuses a source with blobs that the manifest does not name.
 	complete(ctx context.Context, a *artifact) error
-	// phase is what reading parts is.
+	// phase is the phase that reading parts is reported as.
 	phase() image.Phase
-	// part opens a blob that was compared with its digest, and reports its bytes.
+	// part opens a blob, after a comparison with its digest, and reports its
+	// bytes.
 	part(ctx context.Context, d v1.Descriptor) (io.ReadCloser, error)
-	// signatures gives the manifest of the signatures of a manifest; nil if there
-	// are none.
+	// signatures returns the manifest of the signatures of a manifest, or nil if
+	// it has no signature.
 	signatures(ctx context.Context, manifest v1.Hash) ([]byte, error)
 }
 
-// unpack makes a snapshot at dir of the pack with this manifest, which was
-// compared with its digest.
+// unpack makes a snapshot at dir from the pack with this manifest. The caller
+// has compared the manifest with its digest.
 func unpack(ctx context.Context, src source, manifest []byte, dir string, report *image.Reporter, o UnpackOptions) (*snapshot.Snapshot, error) {
 	if o.Key != nil {
 		if err := o.Key.check(ctx, src, describe(manifest).Digest); err != nil {
@@ -110,11 +111,12 @@ type unpacker struct {
 	src     source
 	options UnpackOptions
 	report  *image.Reporter
-	// budget is how much content, zeros aside, may still be written.
+	// budget is how many bytes of content, without zeros, may still be written.
 	budget atomic.Int64
 }
 
-// check refuses what must not be taken before any content is read.
+// check refuses, before any content is read, every pack that must not be
+// unpacked.
 func (u *unpacker) check(a *artifact, m snapshot.Manifest) ([][]part, error) {
 	if err := Packable(m); err != nil {
 		return nil, err
@@ -133,7 +135,7 @@ func (u *unpacker) check(a *artifact, m snapshot.Manifest) ([][]part, error) {
 	for _, p := range a.parts {
 		packed += uint64(p.blob.Size)
 	}
-	// Sizes are bounded so that nothing overflows.
+	// The bounds of the factors keep the product from overflowing.
 	u.budget.Store(int64(max(limits.RatioFloor, min(packed, limits.Bytes)*min(limits.Ratio, maxRatio))))
 	if accept := u.options.Accept; accept != nil {
 		if err := accept(m); err != nil {
@@ -183,7 +185,8 @@ func (u *unpacker) skip(parts []part) {
 	}
 }
 
-// borrow takes a layer from a snapshot that is here, if its copy is sound.
+// borrow links a layer of a snapshot that Lend returns, if that copy is
+// undamaged.
 func (u *unpacker) borrow(ctx context.Context, b *snapshot.Builder, ref layer.Ref) (bool, error) {
 	if u.options.Lend == nil {
 		return false, nil
@@ -195,7 +198,7 @@ func (u *unpacker) borrow(ctx context.Context, b *snapshot.Builder, ref layer.Re
 	defer func() { _ = from.Close() }() // only read from
 	f, err := from.OpenLayer(ref)
 	if err != nil {
-		return false, nil // it is fetched instead
+		return false, nil // the layer is fetched instead
 	}
 	defer func() { _ = f.Close() }() // likewise
 	if layer.Copy(ctx, io.Discard, f, ref) != nil {
@@ -227,7 +230,8 @@ func (u *unpacker) fill(ctx context.Context, f *os.File, p part) error {
 	})
 }
 
-// run is how long the first pages of b are alike: all of them zeros, or none.
+// run is the length of the first pages of b that are alike: all of them
+// zeros, or all of them not.
 func run(b []byte) int {
 	first := bytes.Equal(b[:min(len(b), len(zeros))], zeros[:min(len(b), len(zeros))])
 	n := min(len(b), len(zeros))
@@ -250,8 +254,9 @@ func (u *unpacker) state(ctx context.Context, p part) ([]byte, error) {
 	return out, err
 }
 
-// decompress gives a part's content in pieces of whole pages, but for the end of
-// a state. It must be what the manifest says.
+// decompress calls take with a part's content in pieces of whole pages; only the
+// end of a state may be shorter. It fails if the content does not match the
+// manifest.
 func (u *unpacker) decompress(ctx context.Context, p part, take func([]byte) error) error {
 	in, err := u.src.part(ctx, p.blob)
 	if err != nil {

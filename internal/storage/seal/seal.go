@@ -1,8 +1,8 @@
-// Package seal encrypts what is written to disk and holds secrets. The format is
-// age's (age-encryption.org/v1): each file has a key of its own, which the node's
-// key wraps, and is authenticated in chunks of 64 KiB, its end included. So a
-// file can be written and read as a stream, and one that was cut off or changed
-// is refused. docs/design/secrets.md says what this protects against.
+// Package seal encrypts files that hold secrets. The format is age's
+// (age-encryption.org/v1): each file has a key of its own, which the node's key
+// wraps. The file is authenticated in chunks of 64 KiB, including its end. So it
+// can be written and read as a stream, and a truncated or changed file is
+// refused. docs/design/secrets.md lists the attacks against which this protects.
 package seal
 
 import (
@@ -19,16 +19,16 @@ import (
 	"filippo.io/age"
 )
 
-// Key is the key of a node. Formatting it never shows it.
+// Key is the key of a node. Formatting a Key never reveals it.
 type Key struct {
 	identity *age.X25519Identity
-	name     string // where it came from, for errors
+	name     string // its origin, for errors
 }
 
-// ErrKey says that something was sealed with another key, or is damaged.
+// ErrKey means that the data was sealed with another key, or is damaged.
 var ErrKey = errors.New("it was sealed with another key, or is damaged")
 
-// Generate makes a key that is nowhere but in memory.
+// Generate makes a key that exists only in memory.
 func Generate() (*Key, error) {
 	id, err := age.GenerateX25519Identity()
 	if err != nil {
@@ -37,11 +37,11 @@ func Generate() (*Key, error) {
 	return &Key{identity: id, name: "a key in memory"}, nil
 }
 
-// maxKeyFile is far more than a key and the comments around it have.
+// maxKeyFile is far larger than a key with the comments around it.
 const maxKeyFile = 16 << 10
 
-// Open reads a key file: an age identity, as age-keygen writes it. Nobody but its
-// owner may be able to read it.
+// Open reads a key file: an age identity, as age-keygen writes it. Only its owner
+// may be able to read the file.
 func Open(file string) (*Key, error) {
 	f, err := os.Open(file)
 	if err != nil {
@@ -55,7 +55,8 @@ func Open(file string) (*Key, error) {
 	if info.Mode().Perm()&0o077 != 0 {
 		return nil, fmt.Errorf("read the key: others may read %s (mode %04o). Run `chmod 600 %s`", file, info.Mode().Perm(), file)
 	}
-	// What is wrong with the content is not said: errors are logged.
+	// The parser's error is not passed on: it could show part of the content,
+	// and errors are logged.
 	ids, err := age.ParseIdentities(io.LimitReader(f, maxKeyFile))
 	if err != nil || len(ids) != 1 {
 		return nil, fmt.Errorf("read the key: %s is not one age identity. Make one with `age-keygen -o FILE`, or let AgentRun make it", file)
@@ -67,8 +68,8 @@ func Open(file string) (*Key, error) {
 	return &Key{identity: id, name: file}, nil
 }
 
-// OpenOrMake is Open, and makes a key first if there is no file. A process that
-// is killed meanwhile leaves a whole key or none.
+// OpenOrMake is Open, but makes a key first if the file does not exist. A
+// process that is killed meanwhile leaves either a complete key or no file.
 func OpenOrMake(file string) (*Key, error) {
 	k, err := Open(file)
 	if !errors.Is(err, fs.ErrNotExist) {
@@ -89,14 +90,14 @@ func (k *Key) write(file string) error {
 		_, err := fmt.Fprintf(f, "# The key of this node's secrets: docs/design/secrets.md.\n%s\n", k.identity)
 		return err
 	})
-	if errors.Is(err, fs.ErrExist) { // another process was faster: its key counts
+	if errors.Is(err, fs.ErrExist) { // another process was faster: use its key
 		return durable.SyncFolder(filepath.Dir(file))
 	}
 	return err
 }
 
-// Writer seals what is written to it. It must be closed: a file without its end
-// is refused.
+// Writer seals the data that is written to it. The caller must close it: a file
+// without its end is refused.
 func (k *Key) Writer(w io.Writer) (io.WriteCloser, error) {
 	out, err := age.Encrypt(w, k.identity.Recipient())
 	if err != nil {
@@ -105,7 +106,8 @@ func (k *Key) Writer(w io.Writer) (io.WriteCloser, error) {
 	return out, nil
 }
 
-// Reader gives what was sealed. An error wraps ErrKey if the key is another.
+// Reader decrypts sealed data. The error wraps ErrKey if it was sealed with
+// another key.
 func (k *Key) Reader(r io.Reader) (io.Reader, error) {
 	in, err := age.Decrypt(r, k.identity)
 	if err != nil {
@@ -141,14 +143,14 @@ func (k *Key) Unseal(sealed []byte) ([]byte, error) {
 	return b, nil
 }
 
-// String tells nothing of the key.
+// String returns a fixed text without the key.
 func (k *Key) String() string { return "seal.Key{…}" }
 
-// GoString is what %#v prints.
+// GoString is String, for %#v.
 func (k *Key) GoString() string { return k.String() }
 
-// LogValue is what a log gets.
+// LogValue is String, for logs.
 func (k *Key) LogValue() slog.Value { return slog.StringValue(k.String()) }
 
-// MarshalJSON refuses: a key is not to be in any answer or journal.
+// MarshalJSON always fails: a key must not appear in an answer or a journal.
 func (k *Key) MarshalJSON() ([]byte, error) { return nil, errors.New("a key is not written as JSON") }

@@ -34,7 +34,7 @@ func TestSeal(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if size > 1 && bytes.Contains(sealed, plain) { // a single byte may be, by chance
+		if size > 1 && bytes.Contains(sealed, plain) { // a single byte may occur by chance
 			t.Errorf("%d bytes are in what was sealed", size)
 		}
 		got, err := k.Unseal(sealed)
@@ -48,7 +48,7 @@ func TestSeal(t *testing.T) {
 	}
 }
 
-// TestDamaged: no byte can be changed, and no end cut off, unnoticed.
+// TestDamaged: changing any byte or cutting off the end is noticed.
 func TestDamaged(t *testing.T) {
 	k := newKey(t)
 	plain := bytes.Repeat([]byte("secret "), 20_000)
@@ -72,7 +72,7 @@ func TestDamaged(t *testing.T) {
 	if _, err := newKey(t).Unseal(sealed); !errors.Is(err, ErrKey) {
 		t.Errorf("another key: %v", err)
 	}
-	// A writer that was not closed has sealed nothing whole.
+	// Data of a writer that was not closed is refused.
 	var out bytes.Buffer
 	w, err := k.Writer(&out)
 	if err != nil {
@@ -135,7 +135,7 @@ func TestKeyFile(t *testing.T) {
 	}
 }
 
-// TestHidden: no way of printing a key shows it.
+// TestHidden: no way of printing a key reveals it.
 func TestHidden(t *testing.T) {
 	k := newKey(t)
 	var log bytes.Buffer
@@ -150,7 +150,8 @@ func TestHidden(t *testing.T) {
 	}
 }
 
-// FuzzReader: whatever is on disk is refused or is what was sealed.
+// FuzzReader: any bytes on disk are either refused or decrypt to the text that
+// was sealed.
 func FuzzReader(f *testing.F) {
 	k, err := Generate()
 	if err != nil {
@@ -169,7 +170,8 @@ func FuzzReader(f *testing.F) {
 	})
 }
 
-// BenchmarkWriter beside the hash that every layer needs anyway.
+// BenchmarkWriter measures sealing beside the hash that every layer needs
+// anyway.
 func BenchmarkWriter(b *testing.B) {
 	chunk := make([]byte, 1<<20)
 	_, _ = rand.Read(chunk)

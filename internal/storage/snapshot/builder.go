@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Builder makes a snapshot in a temporary folder beside its place. It is used
-// by one goroutine.
+// Builder makes a snapshot in a temporary folder beside its final place. Only
+// one goroutine may use it.
 type Builder struct {
 	place
 	temp   string   // name in place.parent; empty after the end
@@ -26,8 +26,8 @@ type Builder struct {
 	options
 }
 
-// NewBuilder begins a snapshot that will be at dir. The caller ends with Abort,
-// which does nothing after Commit.
+// NewBuilder starts a snapshot that Commit will place at dir. The caller must
+// call Abort at the end, which does nothing after Commit.
 func NewBuilder(dir string, opts ...Option) (*Builder, error) {
 	p, err := openPlace(dir)
 	if err != nil {
@@ -41,7 +41,7 @@ func NewBuilder(dir string, opts ...Option) (*Builder, error) {
 }
 
 func (b *Builder) begin() error {
-	// The move at the end would refuse too, after all the work.
+	// The move at the end would refuse as well, but after all the work.
 	_, err := b.parent.Lstat(b.name)
 	if err == nil {
 		return errors.New("something is there already: choose another name, or remove it")
@@ -62,7 +62,7 @@ func (b *Builder) begin() error {
 	return err
 }
 
-// Abort deletes what was made, unless it was committed.
+// Abort deletes the temporary folder, unless the snapshot was committed.
 func (b *Builder) Abort() error {
 	var err error
 	if b.temp != "" {
@@ -75,7 +75,8 @@ func (b *Builder) Abort() error {
 	return nil
 }
 
-// close lets go of everything. None of it was written to.
+// close closes all folders and the lock. Errors do not matter: nothing was
+// written to them.
 func (b *Builder) close() {
 	b.temp = ""
 	for _, r := range []*os.Root{b.layers, b.root, b.parent} {
@@ -88,8 +89,8 @@ func (b *Builder) close() {
 	}
 }
 
-// AddLayer copies a layer from the beginning of src, and refuses one that is
-// not what ref says.
+// AddLayer copies a layer from the beginning of src. It fails if the data does
+// not match ref.
 func (b *Builder) AddLayer(ref layer.Ref, src io.Reader) error {
 	if done, err := b.has(ref); done || err != nil {
 		return err
@@ -122,9 +123,9 @@ func (b *Builder) has(ref layer.Ref) (bool, error) {
 	return ok, nil
 }
 
-// LinkLayer shares a layer with another snapshot: a hard link where that is
-// possible, else a copy that is verified. A layer that is sealed is only shared
-// with a private snapshot.
+// LinkLayer shares a layer with another snapshot: by a hard link if possible,
+// else by a copy that is verified. A sealed layer can be shared only with a
+// private snapshot.
 func (b *Builder) LinkLayer(ref layer.Ref, from *Snapshot) error {
 	if done, err := b.has(ref); done || err != nil {
 		return err
@@ -147,9 +148,9 @@ func (b *Builder) LinkLayer(ref layer.Ref, from *Snapshot) error {
 	return errors.Join(b.AddLayer(ref, src), src.Close())
 }
 
-// LinkFile makes an image file a layer. The file is hashed. It is linked if
-// nobody may write to it, and copied otherwise: what happens to it later must
-// not happen to the snapshot.
+// LinkFile makes a layer of an image file, after comparing its digest. A file
+// without write permissions is linked, any other is copied, because a later
+// change of the file must not change the snapshot.
 func (b *Builder) LinkFile(ref layer.Ref, path string) error {
 	if done, err := b.has(ref); done || err != nil {
 		return err
@@ -179,8 +180,8 @@ func (b *Builder) LinkFile(ref layer.Ref, path string) error {
 	return b.AddLayer(ref, f)
 }
 
-// link links an open file, so that what was checked is what is linked. It cannot
-// if that is on another file system, has too many links or is not ours.
+// link links the file that was opened and checked, not its path. It fails if the
+// file is on another file system, has too many links or belongs to another user.
 func (b *Builder) link(ref layer.Ref, f *os.File, sealed bool) bool {
 	dir, err := b.layers.Open(".")
 	if err != nil {
@@ -191,8 +192,8 @@ func (b *Builder) link(ref layer.Ref, f *os.File, sealed bool) bool {
 	return unix.Linkat(unix.AT_FDCWD, from, int(dir.Fd()), layerName(ref.Digest, sealed), unix.AT_SYMLINK_FOLLOW) == nil
 }
 
-// linked counts a layer that was linked. Its content may have come here by a
-// plain copy.
+// linked records a layer that was linked. It syncs the file, whose content may
+// come from a plain copy.
 func (b *Builder) linked(ref layer.Ref, f *os.File, sealed bool) error {
 	if err := durable.Sync(f); err != nil {
 		return fmt.Errorf("link layer %s: %w", ref.Digest, err)
@@ -201,7 +202,8 @@ func (b *Builder) linked(ref layer.Ref, f *os.File, sealed bool) error {
 	return nil
 }
 
-// Make has fill make a snapshot at dir, with Commit. What fails leaves nothing.
+// Make calls fill, which makes a snapshot at dir and ends with Commit. After an
+// error no files remain.
 func Make(dir string, fill func(*Builder) (*Snapshot, error), opts ...Option) (*Snapshot, error) {
 	b, err := NewBuilder(dir, opts...)
 	if err != nil {
@@ -214,8 +216,8 @@ func Make(dir string, fill func(*Builder) (*Snapshot, error), opts ...Option) (*
 	return s, nil
 }
 
-// Clone makes another folder of a snapshot that shares its files, and is private
-// if it is.
+// Clone makes another folder for a snapshot. It shares the files, and a clone of
+// a private snapshot is private.
 func (s *Snapshot) Clone(dir string) (*Snapshot, error) {
 	var opts []Option
 	if s.manifest.Private {

@@ -16,8 +16,8 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-// childEnv makes the test binary a process that dies while it makes a
-// snapshot: "folder steps layer digest size".
+// childEnv makes the test binary a process that dies while it makes a snapshot.
+// Its value is "folder steps layer digest size".
 const childEnv = "AGENTRUN_TEST_COMMIT"
 
 func TestMain(m *testing.M) {
@@ -28,8 +28,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// commitInPart does so many steps of a commit and kills itself: step -2 comes
-// before the layer is added, -1 before the commit.
+// commitInPart does that many steps of a commit and then kills its process.
+// Step -2 is before the layer is added, step -1 before the commit.
 func commitInPart(args string) error {
 	var dir, path, digest string
 	var ref layer.Ref
@@ -69,7 +69,7 @@ func commitInPart(args string) error {
 }
 
 // TestKilled kills a process before each step of a commit and after the last
-// one: there is nothing, or a complete snapshot.
+// one. Afterwards there is either no snapshot or a complete one.
 func TestKilled(t *testing.T) {
 	exe, err := os.Executable()
 	if err != nil {
@@ -114,7 +114,7 @@ func TestKilled(t *testing.T) {
 	}
 }
 
-// planned is the index of the move and how many steps there are.
+// planned returns the index of the move and the number of steps.
 func planned(t *testing.T, ref layer.Ref, f *os.File) (move, steps int) {
 	t.Helper()
 	b, err := NewBuilder(filepath.Join(t.TempDir(), "one"))
@@ -179,7 +179,8 @@ func TestAddLayerRefuses(t *testing.T) {
 	}
 }
 
-// TestCommitRefuses: what came to the place meanwhile is not replaced.
+// TestCommitRefuses: Commit does not replace a folder that has appeared at its
+// place.
 func TestCommitRefuses(t *testing.T) {
 	home := t.TempDir()
 	dir := filepath.Join(home, "one")
@@ -227,7 +228,7 @@ func TestNewBuilderRefuses(t *testing.T) {
 	}
 }
 
-// TestCleanTemp leaves the living and the foreign alone.
+// TestCleanTemp: folders in use and folders of other programs stay.
 func TestCleanTemp(t *testing.T) {
 	home := t.TempDir()
 	b, err := NewBuilder(filepath.Join(home, "one"))
@@ -268,8 +269,8 @@ func TestCleanTemp(t *testing.T) {
 	wantError(t, CleanTemp(file), "clean up snapshots")
 }
 
-// TestCleanTempRaces: builders that begin and end while leftovers are cleaned
-// up lose nothing.
+// TestCleanTempRaces: builders lose nothing if they begin and end during a
+// cleanup.
 func TestCleanTempRaces(t *testing.T) {
 	home := t.TempDir()
 	ref, f := layerFile(t, 3, 1)
@@ -334,7 +335,7 @@ func TestRemove(t *testing.T) {
 		t.Errorf("remove what is not there: %v", err)
 	}
 	opened(t, dir)
-	// One that is damaged can be removed as well.
+	// A damaged snapshot can be removed, too.
 	if err := os.Remove(filepath.Join(dir, stateName)); err != nil {
 		t.Fatal(err)
 	}

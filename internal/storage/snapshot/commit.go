@@ -9,9 +9,9 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-// Commit finishes the snapshot and opens it. Layers that m does not use are
-// dropped. After an error there is nothing at the snapshot's place, unless the
-// error says so; Abort then deletes the rest.
+// Commit finishes the snapshot and opens it. It drops layers that m does not
+// use. After an error there is no snapshot at its place, unless the error says
+// so; Abort then deletes the rest.
 func (b *Builder) Commit(m Manifest, state []byte) (*Snapshot, error) {
 	if b.temp == "" {
 		return nil, errors.New("commit snapshot: it is committed or aborted")
@@ -33,14 +33,14 @@ func (b *Builder) Commit(m Manifest, state []byte) (*Snapshot, error) {
 	return open(root, b.options)
 }
 
-// step is a part of a commit. Between any two of them the process may die.
+// step is a part of a commit. The process may die between any two steps.
 type step struct {
 	name string
 	do   func() error
 }
 
-// plan checks everything and lists what is to be done. The move into place
-// comes when all the rest is durable.
+// plan checks everything and lists the steps. The move into place comes when
+// everything else is durable.
 func (b *Builder) plan(m Manifest, state []byte) ([]step, error) {
 	if m.Format == 0 {
 		m.Format = Format

@@ -10,15 +10,15 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-// file is what manifest.json consists of. The id is found nowhere in the
-// folder, so a checksum shows that a manifest was damaged.
+// file is the content of manifest.json. The folder does not contain the
+// snapshot's id, so a checksum shows whether a manifest was damaged.
 type file struct {
 	Manifest
 	// Checksum is the SHA-256 of the same file with a checksum of zeros.
 	Checksum layer.Digest `json:"checksum"`
 }
 
-// encode gives the one form that a manifest has.
+// encode returns the canonical form of a manifest.
 func encode(m Manifest) ([]byte, error) {
 	if err := m.Validate(); err != nil {
 		return nil, fmt.Errorf("manifest: %w", err)
@@ -51,19 +51,21 @@ func marshal(f file) ([]byte, error) {
 	return out.Bytes(), nil
 }
 
-// ParseManifest reads the bytes of a manifest.json that came from elsewhere. They
-// have one form, so that a snapshot that is made of the result has the same id.
+// ParseManifest reads the bytes of a manifest.json from elsewhere. It accepts
+// only the canonical form, so that a snapshot made from the result has the same
+// id.
 func ParseManifest(b []byte) (Manifest, error) { return decode(b) }
 
-// Encode gives the bytes of manifest.json, whose SHA-256 is the snapshot's id.
+// Encode returns the bytes of manifest.json, whose SHA-256 is the snapshot's
+// id.
 func (m Manifest) Encode() ([]byte, error) { return encode(m) }
 
-// decode accepts exactly what encode gives.
+// decode accepts exactly the output of encode.
 func decode(b []byte) (Manifest, error) {
 	if len(b) > MaxManifest {
 		return Manifest{}, fmt.Errorf("more than %d bytes", MaxManifest)
 	}
-	// Another version may have other fields: its number comes first.
+	// Another version may have other fields, so its number is checked first.
 	var origin struct {
 		Format int    `json:"format"`
 		Engine string `json:"engine"`
@@ -80,8 +82,8 @@ func decode(b []byte) (Manifest, error) {
 	if err := d.Decode(&f); err != nil {
 		return Manifest{}, fmt.Errorf("damaged: %w", err)
 	}
-	// Also refuses what the decoder is lenient about: fields that are written
-	// differently, come twice or in another order, spaces.
+	// This also refuses forms that the decoder tolerates: other spellings of
+	// field names, duplicate fields, another order, spaces.
 	again, err := marshal(f)
 	if err != nil {
 		return Manifest{}, err

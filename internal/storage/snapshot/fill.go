@@ -11,9 +11,10 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-// FillLayer has fill write a layer into a file of zeros of its size, and refuses
-// one that is not what ref says. What is not written to stays a hole. A private
-// snapshot has no such layers: what comes as holes would be in the clear.
+// FillLayer makes a layer: it calls fill with a file of zeros of the layer's
+// size, and fails if the result does not match ref. Ranges that fill does not
+// write stay holes. FillLayer does not work for a private snapshot, because
+// these layers are not sealed.
 func (b *Builder) FillLayer(ctx context.Context, ref layer.Ref, fill func(*os.File) error) error {
 	if b.Private() {
 		return fmt.Errorf("fill layer %s: %w", ref.Digest, ErrPrivate)

@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestFillLayer: a layer that is written in pieces, with holes between.
+// TestFillLayer: a layer is written in pieces, with holes between them.
 func TestFillLayer(t *testing.T) {
 	memory, mf := layerFile(t, 1, 2)
 	zeros, zf := layerFile(t, 0, 300)
@@ -44,7 +44,7 @@ func TestFillLayer(t *testing.T) {
 		if ref == zeros {
 			fill = func(*os.File) error { return nil }
 		}
-		for range 2 { // the second time it is there
+		for range 2 { // the second time the layer exists
 			if err := b.FillLayer(t.Context(), ref, fill); err != nil {
 				t.Fatal(err)
 			}
@@ -65,8 +65,7 @@ func TestFillLayer(t *testing.T) {
 	wantError(t, b.FillLayer(t.Context(), memory, nil), "committed or aborted")
 }
 
-// TestParseManifest: the bytes of a snapshot's manifest give the same manifest,
-// and that gives the same bytes.
+// TestParseManifest: ParseManifest and Encode are inverse to each other.
 func TestParseManifest(t *testing.T) {
 	s := build(t, filepath.Join(t.TempDir(), "s"))
 	raw, err := s.Manifest().Encode()

@@ -13,7 +13,7 @@ import (
 
 const page = layer.PageSize
 
-// layerFile writes a layer of pages that are full of b.
+// layerFile writes a layer of pages filled with b.
 func layerFile(t testing.TB, b byte, pages int) (layer.Ref, *os.File) {
 	t.Helper()
 	f, err := os.Create(filepath.Join(t.TempDir(), "layer"))
@@ -28,14 +28,14 @@ func layerFile(t testing.TB, b byte, pages int) (layer.Ref, *os.File) {
 	return w.Ref(), f
 }
 
-// stack has one extent with the whole layer.
+// stack has one extent, with the whole layer.
 func stack(r layer.Ref) Stack {
 	return StackOf(layer.Stack{Size: 2 * r.Size, Layers: []layer.Ref{r}, Extents: []layer.Extent{{Start: r.Size, Length: r.Size}}})
 }
 
 var state = []byte("processors and devices")
 
-// manifest uses a layer for memory and another one for a disk.
+// manifest describes a machine with these layers as memory and disk.
 func manifest(memory, disk layer.Ref) Manifest {
 	return Manifest{
 		Created:  time.Date(2026, 3, 4, 5, 6, 7, 0, time.UTC),
@@ -51,7 +51,7 @@ func manifest(memory, disk layer.Ref) Manifest {
 	}
 }
 
-// full is a manifest with everything set, as a file would have it.
+// full is a manifest with every field set, as in a file.
 func full() Manifest {
 	m := manifest(layer.Ref{Digest: layer.Digest{1}, Size: 3 * page}, layer.Ref{Digest: layer.Digest{2}, Size: page})
 	m.Format, m.Engine = Format, Engine
@@ -85,7 +85,7 @@ func build(t *testing.T, dir string) *Snapshot {
 	return s
 }
 
-// opened opens and verifies.
+// opened opens a snapshot and verifies it.
 func opened(t *testing.T, dir string) *Snapshot {
 	t.Helper()
 	s, err := Open(dir)
@@ -99,7 +99,7 @@ func opened(t *testing.T, dir string) *Snapshot {
 	return s
 }
 
-// names lists a folder.
+// names lists the names in a folder.
 func names(t *testing.T, dir string) []string {
 	t.Helper()
 	entries, err := os.ReadDir(dir)

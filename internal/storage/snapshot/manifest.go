@@ -10,26 +10,28 @@ import (
 const (
 	// Format is the version of the folder and its manifest.
 	Format = 1
-	// FormatPrivate is that of a folder with sealed files, which a version that
-	// knows nothing of them must not take for damaged.
+	// FormatPrivate is the format of a folder with sealed files. Versions that
+	// do not know such files then refuse the format, and do not report damage.
 	FormatPrivate = 2
-	// Engine names who can restore the state, and its version.
+	// Engine names the engine that can restore the state, and the state's
+	// version.
 	Engine = "microvm/1"
 	// EngineGVisor is the same for sandboxes on gVisor.
 	EngineGVisor = "gvisor/1"
 	// MaxManifest bounds manifest.json, which is read into memory.
 	MaxManifest = 1 << 20
-	// MaxState bounds the state, likewise.
+	// MaxState bounds the state, which is read into memory.
 	MaxState = 16 << 20
 )
 
-// ID is the SHA-256 of a manifest, and so of everything that it names.
+// ID is the SHA-256 of a manifest, which covers everything that the manifest
+// names.
 type ID layer.Digest
 
-// String is the lower-case hexadecimal form.
+// String returns the lower-case hexadecimal form.
 func (id ID) String() string { return layer.Digest(id).String() }
 
-// ParseID accepts what String gives.
+// ParseID accepts the form that String returns.
 func ParseID(s string) (ID, error) {
 	d, err := layer.ParseDigest(s)
 	if err != nil {
@@ -40,18 +42,18 @@ func ParseID(s string) (ID, error) {
 
 // Manifest describes a saved machine. It holds no path.
 type Manifest struct {
-	// Format and Engine are filled in by Commit if they are zero: a microVM's.
+	// If Format and Engine are zero, Commit sets them to those of a microVM.
 	Format int    `json:"format"`
 	Engine string `json:"engine"`
 	// Private says that the machine held secrets: its state and its own layers are
-	// sealed, and nobody may export it. Commit fills it in.
+	// sealed, and it cannot be exported. Commit sets it.
 	Private bool `json:"private,omitempty"`
 	// Created is UTC in whole seconds.
 	Created time.Time `json:"created"`
-	// Parent is the id of the snapshot that the machine was a fork of.
+	// Parent is the id of the snapshot that the machine was forked from.
 	Parent string `json:"parent,omitempty"`
-	// Kernel is the digest of the guest's vmlinux, TSCKHz its counter's speed:
-	// of microVMs.
+	// Kernel is the digest of the guest's vmlinux, TSCKHz the frequency of its
+	// time-stamp counter. Only microVMs have them.
 	Kernel   string            `json:"kernel,omitempty"`
 	CPU      CPU               `json:"cpu"`
 	TSCKHz   uint64            `json:"tsc_khz,omitempty"`
@@ -61,28 +63,30 @@ type Manifest struct {
 	Nets     []Net             `json:"nets,omitempty"`
 	Hostname string            `json:"hostname,omitempty"`
 	Labels   map[string]string `json:"labels,omitempty"`
-	// Session is what a fork needs to go on with a session that the guest's
-	// agent holds open for it; empty when there is none.
+	// Session lets a fork continue a session that the guest's agent keeps open
+	// for it. It is empty without such a session.
 	Session []byte `json:"session,omitempty"`
-	// GVisor is there for sandboxes on gVisor, and only for them.
+	// GVisor is set for sandboxes on gVisor, and only for them.
 	GVisor *GVisor `json:"gvisor,omitempty"`
-	// State is filled in by Commit.
+	// State is set by Commit.
 	State Blob `json:"state"`
 }
 
-// GVisor is what only sandboxes on gVisor have. Their Memory has a size and no
-// content.
+// GVisor holds the fields that only sandboxes on gVisor have. Their Memory has
+// a size but no content.
 type GVisor struct {
-	// Helper is the digest of the program that has written the checkpoint: no
-	// other reads it.
+	// Helper is the digest of the program that wrote the checkpoint. No other
+	// program reads it.
 	Helper string `json:"helper"`
-	// Platform is how gVisor runs programs; a checkpoint is of one.
+	// Platform is how gVisor runs programs. A checkpoint works only on its own
+	// platform.
 	Platform string `json:"platform"`
-	// CPUFeatures are those of the processor that programs may have found.
+	// CPUFeatures are the processor's features, which programs may have
+	// detected.
 	CPUFeatures []string `json:"cpu_features"`
-	// Disk is by how much the root may grow.
+	// Disk is the number of bytes by which the root may grow.
 	Disk uint64 `json:"disk"`
-	// Pages are the pages of memory that are in use, a layer.
+	// Pages is the layer with the pages of memory that are in use.
 	Pages Blob `json:"pages"`
 }
 
@@ -94,8 +98,8 @@ type CPU struct {
 	Family   int    `json:"family"`
 	Model    int    `json:"model"`
 	Stepping int    `json:"stepping"`
-	// Features are words of CPUID, by names such as "7.0.ebx": what the guest
-	// may have found and used. A snapshot without them is from an older version.
+	// Features are words of CPUID, by names such as "7.0.ebx", which the guest
+	// may have read and used. Snapshots of older versions lack them.
 	Features map[string]uint32 `json:"features,omitempty"`
 }
 
@@ -106,35 +110,34 @@ type Disk struct {
 	Stack    Stack  `json:"image"`
 }
 
-// Net is a network device, and what it was configured with when the machine was
-// booted.
+// Net is a network device, with its configuration from the boot of the machine.
 type Net struct {
 	MAC string `json:"mac"`
 	MTU int    `json:"mtu"`
-	// Address has the length of its network's prefix, as in 10.0.2.15/24.
+	// Address includes the prefix length of its network, as in 10.0.2.15/24.
 	Address string `json:"address"`
 	Gateway string `json:"gateway,omitempty"`
-	// Address6 and Gateway6 are the same of IPv6; snapshots from before there was any
-	// have neither.
+	// Address6 and Gateway6 are the same for IPv6. Snapshots from before IPv6 was
+	// supported have neither.
 	Address6 string   `json:"address6,omitempty"`
 	Gateway6 string   `json:"gateway6,omitempty"`
 	DNS      []string `json:"dns,omitempty"`
 }
 
-// Blob names the content of a file.
+// Blob identifies the content of a file.
 type Blob struct {
 	Digest layer.Digest `json:"digest"`
 	Size   uint64       `json:"size"`
 }
 
-// Stack is a layer.Stack with names for JSON.
+// Stack is a layer.Stack in its JSON form.
 type Stack struct {
 	Size    uint64   `json:"size"`
 	Layers  []Blob   `json:"layers,omitempty"`
 	Extents []Extent `json:"extents,omitempty"`
 }
 
-// Extent is a layer.Extent with names for JSON.
+// Extent is a layer.Extent in its JSON form.
 type Extent struct {
 	Start  uint64 `json:"start"`
 	Length uint64 `json:"length"`
@@ -142,7 +145,7 @@ type Extent struct {
 	Offset uint64 `json:"offset"`
 }
 
-// StackOf is the form of a stack in a manifest.
+// StackOf converts a stack to its form in a manifest.
 func StackOf(stack layer.Stack) Stack {
 	out := Stack{Size: stack.Size}
 	for _, r := range stack.Layers {
@@ -154,7 +157,7 @@ func StackOf(stack layer.Stack) Stack {
 	return out
 }
 
-// Layer is the stack in the form that is worked with.
+// Layer converts the stack to the type that package layer works with.
 func (s Stack) Layer() layer.Stack {
 	out := layer.Stack{Size: s.Size}
 	for _, b := range s.Layers {

@@ -45,8 +45,8 @@ func TestManifestRoundTrip(t *testing.T) {
 	}
 }
 
-// TestManifestStays: snapshots that were made before are read, and the same content
-// has the same id.
+// TestManifestStays: snapshots of older versions are still read, and the same
+// content keeps the same id.
 func TestManifestStays(t *testing.T) {
 	b, err := os.ReadFile("testdata/manifest.json")
 	if err != nil {
@@ -140,7 +140,7 @@ func TestValidate(t *testing.T) {
 		if _, err := encode(m); err == nil {
 			t.Errorf("%s: encoded", c.field)
 		}
-		// The same as a file that somebody wrote, checksum included.
+		// The same as a forged file, with a valid checksum.
 		if b, err := checksummed(m); err == nil {
 			if _, err := decode(b); err == nil {
 				t.Errorf("%s: decoded", c.field)
@@ -209,7 +209,8 @@ func TestManifestDamage(t *testing.T) {
 	}
 }
 
-// TestLargestManifest: the limits of the parts fit into that of the file.
+// TestLargestManifest: a manifest whose parts reach their limits fits into the
+// limit of the file.
 func TestLargestManifest(t *testing.T) {
 	m := full()
 	var stack layer.Stack
@@ -266,7 +267,7 @@ func FuzzManifest(f *testing.F) {
 			}
 		}
 		check(b)
-		// Behind the checksum there is more to find.
+		// With a valid checksum the fuzzer gets further.
 		var m Manifest
 		if json.Unmarshal(b, &m) != nil {
 			return

@@ -13,13 +13,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// sealedSuffix ends the names of layers that are sealed.
+// sealedSuffix ends the names of sealed layers.
 const sealedSuffix = ".sealed"
 
-// ErrPrivate says that a snapshot holds secrets, and no key to it was given.
+// ErrPrivate says that a snapshot holds secrets and the key to it is missing,
+// or that it would get into a snapshot that is not private.
 var ErrPrivate = errors.New("it holds secrets and is sealed: only the daemon that made it opens it, and it cannot be exported")
 
-// Option says how a snapshot is made or opened.
+// Option is a setting of a snapshot that is made or opened.
 type Option func(*options)
 
 type options struct {
@@ -27,18 +28,18 @@ type options struct {
 	still bool
 }
 
-// Still says that the machine may stand still until its snapshot is on disk, so
-// that no copy of it has to be made first.
+// Still says that the machine may stay paused until its snapshot is on disk, so
+// that its memory need not be copied first.
 func Still() Option { return func(o *options) { o.still = true } }
 
-// Still reports whether the machine may stand still.
+// Still reports whether the machine may stay paused.
 func (b *Builder) Still() bool { return b.still }
 
-// Sealed makes a new snapshot private: its state and the layers that are written
-// for it are sealed with key. Layers that it shares with others stay as they are.
+// Sealed makes a new snapshot private: its state and the layers written for it
+// are sealed with key. Layers that it shares with other snapshots stay unchanged.
 func Sealed(key *seal.Key) Option { return func(o *options) { o.key = key } }
 
-// WithKey opens private snapshots that were sealed with key, and others as well.
+// WithKey also opens private snapshots that were sealed with key.
 func WithKey(key *seal.Key) Option { return func(o *options) { o.key = key } }
 
 func optionsOf(list []Option) (o options) {
@@ -48,12 +49,12 @@ func optionsOf(list []Option) (o options) {
 	return o
 }
 
-// Private reports whether the snapshot in the making is sealed. What is written
-// for it on the way must not be on a disk either.
+// Private reports whether the new snapshot is sealed. Temporary data for it
+// must not be on a disk either.
 func (b *Builder) Private() bool { return b.key != nil }
 
-// Continues refuses to make a snapshot that is not private of a machine that
-// comes from one that is; parent may be nil.
+// Continues refuses to make a snapshot that is not private from a machine whose
+// parent is private; parent may be nil.
 func (b *Builder) Continues(parent *Snapshot) error {
 	if parent != nil && parent.manifest.Private && !b.Private() {
 		return ErrPrivate
@@ -74,7 +75,7 @@ func layerName(d layer.Digest, sealed bool) string {
 	return d.String()
 }
 
-// writeLayer copies a layer into a new file, sealed if the snapshot is.
+// writeLayer copies a layer into a new file, sealed if the snapshot is private.
 func (b *Builder) writeLayer(f *os.File, ref layer.Ref, src io.Reader) error {
 	if !b.Private() {
 		return layer.Copy(context.Background(), f, src, ref)
@@ -86,7 +87,7 @@ func (b *Builder) writeLayer(f *os.File, ref layer.Ref, src io.Reader) error {
 	return errors.Join(layer.Copy(context.Background(), w, src, ref), w.Close())
 }
 
-// sealState is the state as it is written.
+// sealState returns the state in the form that is written.
 func (b *Builder) sealState(state []byte) ([]byte, error) {
 	if !b.Private() {
 		return state, nil
@@ -94,7 +95,7 @@ func (b *Builder) sealState(state []byte) ([]byte, error) {
 	return b.key.Seal(state)
 }
 
-// readState reads the state and unseals it if it is private.
+// readState reads the state, and unseals it if the snapshot is private.
 func (s *Snapshot) readState() ([]byte, error) {
 	if !s.manifest.Private {
 		return s.readFile(stateName, MaxState)
@@ -131,8 +132,8 @@ func (s *Snapshot) openFile(ref layer.Ref) (_ *os.File, sealed bool, err error) 
 	return f, false, nil
 }
 
-// ReadLayer reads a layer from its beginning. One that is sealed is unsealed on
-// the way. Whoever reads checks what it is (layer.Copy).
+// ReadLayer reads a layer from its beginning, and unseals a sealed one. The
+// caller must compare the content with ref (layer.Copy).
 func (s *Snapshot) ReadLayer(ref layer.Ref) (io.ReadCloser, error) {
 	f, sealed, err := s.openFile(ref)
 	if err != nil || !sealed {
@@ -148,7 +149,8 @@ func (s *Snapshot) ReadLayer(ref layer.Ref) (io.ReadCloser, error) {
 	}{r, f}, nil
 }
 
-// unsealed is a file in memory with a sealed layer's content, which is checked.
+// unsealed returns a file in memory with a sealed layer's content, after
+// comparing its digest.
 func (s *Snapshot) unsealed(ref layer.Ref, f *os.File) (_ *os.File, err error) {
 	r, err := s.key.Reader(f)
 	if err != nil {
@@ -162,13 +164,14 @@ func (s *Snapshot) unsealed(ref layer.Ref, f *os.File) (_ *os.File, err error) {
 	if err := layer.Copy(context.Background(), out, r, ref); err != nil {
 		return nil, errors.Join(fmt.Errorf("layer %s: %w", ref.Digest, err), out.Close())
 	}
-	// As a layer's file is: for reading only, from its beginning.
+	// The result is like a layer's file: read-only, positioned at its
+	// beginning.
 	again, err := os.Open(fmt.Sprintf("/proc/self/fd/%d", fd))
 	return again, errors.Join(err, out.Close())
 }
 
-// ReadManifest reads what a snapshot is made of, and nothing else. A private one
-// needs no key for it.
+// ReadManifest reads only the manifest of a snapshot. That of a private snapshot
+// needs no key.
 func ReadManifest(dir string) (Manifest, error) {
 	root, err := os.OpenRoot(dir)
 	if err != nil {

@@ -24,7 +24,7 @@ func key(t *testing.T) *seal.Key {
 	return k
 }
 
-// canary is what a private snapshot's state and layers are full of.
+// canary fills the state and the layers of a private snapshot.
 const canary = "sk-live-0123456789-canary"
 
 func canaryLayer(t *testing.T, pages int) (layer.Ref, *os.File) {
@@ -75,7 +75,7 @@ func TestPrivate(t *testing.T) {
 	if !s.Manifest().Private || s.Manifest().Format != FormatPrivate || string(s.State()) != canary {
 		t.Errorf("%+v, state %q", s.Manifest(), s.State())
 	}
-	// A layer that is shared stays shared.
+	// A shared layer stays shared.
 	shared := s.Manifest().Disks[0].Stack.Layers[0].Digest.String()
 	want := []string{shared, memory.Digest.String() + sealedSuffix}
 	slices.Sort(want)
@@ -83,7 +83,8 @@ func TestPrivate(t *testing.T) {
 		t.Errorf("layers are %v, want %v", got, want)
 	}
 
-	// With the key it is opened, without it nothing but its manifest is.
+	// It can be opened only with the key; without it only the manifest can be
+	// read.
 	again, err := Open(dir, WithKey(k))
 	if err != nil {
 		t.Fatal(err)
@@ -114,7 +115,8 @@ func TestPrivate(t *testing.T) {
 	}
 }
 
-// TestPrivateStaysPrivate: what comes from a private snapshot is sealed too.
+// TestPrivateStaysPrivate: a snapshot made from a private snapshot is sealed,
+// too.
 func TestPrivateStaysPrivate(t *testing.T) {
 	home := t.TempDir()
 	k := key(t)
@@ -133,7 +135,8 @@ func TestPrivateStaysPrivate(t *testing.T) {
 	if errors.Join(err1, err2) != nil || !os.SameFile(a, b) {
 		t.Error("the sealed layer is not shared", err1, err2)
 	}
-	// Neither its layers nor its manifest come into one that is not private.
+	// Neither its layers nor its manifest get into a snapshot that is not
+	// private.
 	_, err = Make(filepath.Join(home, "leak"), func(b *Builder) (*Snapshot, error) {
 		if err := b.LinkLayer(memory, s); !errors.Is(err, ErrPrivate) {
 			t.Errorf("link: %v", err)
@@ -156,7 +159,7 @@ func TestPrivateStaysPrivate(t *testing.T) {
 	}
 }
 
-// TestPrivateDamaged: sealed files that were changed, cut off, or replaced by
+// TestPrivateDamaged: sealed files that were changed, truncated, or replaced by
 // plain ones are refused.
 func TestPrivateDamaged(t *testing.T) {
 	home := t.TempDir()

@@ -17,7 +17,7 @@ const (
 	layersName   = "layers"
 )
 
-// Snapshot is an open folder. It stays usable when the folder is moved.
+// Snapshot is an open folder. It stays usable if the folder is moved.
 type Snapshot struct {
 	root     *os.Root
 	id       ID
@@ -26,9 +26,9 @@ type Snapshot struct {
 	options
 }
 
-// Open reads a folder and checks the manifest, the state, and that each layer
-// is there with its size. Layers are hashed when they are loaded, or by Verify. A
-// private one needs the key that it was sealed with: ErrPrivate.
+// Open reads a folder. It checks the manifest and the state, and that each layer
+// exists with its size. Layers are hashed when they are loaded, or by Verify. A
+// private snapshot needs the key that it was sealed with: ErrPrivate.
 func Open(dir string, opts ...Option) (*Snapshot, error) {
 	root, err := os.OpenRoot(dir)
 	if err != nil {
@@ -95,8 +95,8 @@ func (s *Snapshot) readFile(name string, limit int64) ([]byte, error) {
 	return b, nil
 }
 
-// openRegular opens a regular file, and never through a symbolic link: os.Root
-// follows those that stay inside, and opening a FIFO would wait.
+// openRegular opens a regular file, and never follows a symbolic link: os.Root
+// would follow a link that stays inside the folder. Opening a FIFO would block.
 func openRegular(root *os.Root, name string) (*os.File, os.FileInfo, error) {
 	seen, err := root.Lstat(name)
 	if err != nil {
@@ -119,17 +119,19 @@ func openRegular(root *os.Root, name string) (*os.File, os.FileInfo, error) {
 	return f, info, nil
 }
 
-// ID names the snapshot by its content.
+// ID identifies the snapshot by its content.
 func (s *Snapshot) ID() ID { return s.id }
 
-// Manifest describes the machine. What it points to must not be changed.
+// Manifest describes the machine. The caller must not change data that it
+// points to.
 func (s *Snapshot) Manifest() Manifest { return s.manifest }
 
-// State is that of processors and devices. It must not be changed.
+// State is the state of vCPUs and devices. The caller must not change it.
 func (s *Snapshot) State() []byte { return s.state }
 
-// OpenLayer opens a layer to read. Its size was checked, its content not. One
-// that is sealed becomes a file in memory.
+// OpenLayer opens a layer for reading. Its size was checked, but not its
+// content. A sealed layer becomes a file in memory, which is compared with its
+// digest.
 func (s *Snapshot) OpenLayer(ref layer.Ref) (*os.File, error) {
 	f, sealed, err := s.openFile(ref)
 	if err != nil || !sealed {
@@ -139,7 +141,7 @@ func (s *Snapshot) OpenLayer(ref layer.Ref) (*os.File, error) {
 	return s.unsealed(ref, f)
 }
 
-// Verify hashes the layers; Open has hashed the rest.
+// Verify hashes the layers. Open has hashed the rest.
 func (s *Snapshot) Verify(ctx context.Context) error {
 	for _, ref := range s.manifest.Layers() {
 		f, err := s.ReadLayer(ref)
@@ -155,5 +157,5 @@ func (s *Snapshot) Verify(ctx context.Context) error {
 	return nil
 }
 
-// Close lets go of the folder.
+// Close closes the folder.
 func (s *Snapshot) Close() error { return s.root.Close() }

@@ -56,7 +56,7 @@ func TestSnapshot(t *testing.T) {
 	}
 }
 
-// TestOpenDamaged damages one file after the other.
+// TestOpenDamaged damages one file at a time.
 func TestOpenDamaged(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "one")
 	s := build(t, dir)
@@ -64,7 +64,7 @@ func TestOpenDamaged(t *testing.T) {
 	for _, c := range []struct {
 		name, file string
 		damage     func(t *testing.T, path string, content []byte)
-		say        string // empty: found by Verify
+		say        string // empty: only Verify notices it
 		verify     string
 	}{
 		{"state truncated", stateName, func(t *testing.T, p string, b []byte) { rewrite(t, p, b[1:]) }, "state is damaged: it has 21 bytes", ""},
@@ -137,7 +137,7 @@ func gone(t *testing.T, path string, _ []byte) {
 	}
 }
 
-// link puts the file elsewhere in the folder and a symbolic link to it.
+// link moves the file to another name and puts a symbolic link in its place.
 func link(t *testing.T, path string, _ []byte) {
 	moved(t, path, nil)
 	if err := os.Symlink(filepath.Base(path)+".moved", path); err != nil {
@@ -201,7 +201,7 @@ func child(t *testing.T, dir string, parent *Snapshot) *Snapshot {
 	}
 	defer b.Abort()
 	refs := parent.Manifest().Layers()
-	for _, ref := range append(refs, refs...) { // again: nothing to do
+	for _, ref := range append(refs, refs...) { // the second time does nothing
 		if err := b.LinkLayer(ref, parent); err != nil {
 			t.Fatal(err)
 		}
@@ -244,7 +244,7 @@ func TestLinkLayer(t *testing.T) {
 		t.Errorf("layer with %d links", n)
 	}
 
-	// On another file system it is copied.
+	// A layer from another file system is copied.
 	shm, err := os.MkdirTemp("/dev/shm", "snapshot-test-")
 	if err != nil {
 		t.Fatalf("this test needs a tmpfs at /dev/shm: %v", err)
@@ -257,7 +257,7 @@ func TestLinkLayer(t *testing.T) {
 	if err := far.Verify(t.Context()); err != nil {
 		t.Error(err)
 	}
-	// And verified: of a damaged one no copy is made.
+	// The copy is verified: a damaged layer is not copied.
 	path := filepath.Join(shm, "far", layersName, refs[0].Digest.String())
 	content, err := os.ReadFile(path)
 	if err != nil {

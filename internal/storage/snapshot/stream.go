@@ -11,17 +11,17 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-// streamName is that of a layer whose digest is not known yet.
+// streamName is the file name of a layer whose digest is not known yet.
 const streamName = "stream"
 
-// ErrNoLayer says that what a source gave cannot be a layer: it is too much, or
-// not in whole pages.
+// ErrNoLayer says that the data of a source cannot be a layer: it is too long,
+// or not a whole number of pages.
 var ErrNoLayer = errors.New("it cannot be a layer")
 
-// StreamLayer makes a layer of all that src gives, which may be no more than most
-// bytes. It is hashed on the way to the disk, and sealed if the snapshot is
-// private: it is nowhere else meanwhile. From a source that gives nothing no
-// layer is made, and the Ref is zero.
+// StreamLayer makes a layer of all data of src, which must not be more than most
+// bytes. The data is hashed while it is written to disk, and sealed if the
+// snapshot is private; it is stored nowhere else. An empty source makes no layer:
+// the Ref is zero.
 func (b *Builder) StreamLayer(ctx context.Context, src io.Reader, most uint64) (ref layer.Ref, err error) {
 	if b.temp == "" {
 		return ref, errors.New("add layer: the snapshot is committed or aborted")
@@ -59,7 +59,7 @@ func (b *Builder) stream(ctx context.Context, f *os.File, src io.Reader, most ui
 		}
 	}
 	w := layer.NewWriter(to)
-	// One byte more than there may be shows that there is too much.
+	// One byte above the limit shows that the source has too much.
 	n, err := io.CopyBuffer(w, io.LimitReader(withContext{ctx, src}, int64(most)+1), make([]byte, streamBuffer))
 	if err = errors.Join(err, to.Close()); err != nil {
 		return layer.Ref{}, fmt.Errorf("add layer: %w", err)
@@ -75,14 +75,14 @@ func (b *Builder) stream(ctx context.Context, f *os.File, src io.Reader, most ui
 	return w.Ref(), nil
 }
 
-// streamBuffer is what is read at once.
+// streamBuffer is the size of one read.
 const streamBuffer = 1 << 20
 
 type nopCloser struct{ io.Writer }
 
 func (nopCloser) Close() error { return nil }
 
-// withContext is a reader that gives nothing more when a context has ended.
+// withContext is a reader that fails after its context has ended.
 type withContext struct {
 	ctx context.Context
 	io.Reader
@@ -95,15 +95,15 @@ func (r withContext) Read(p []byte) (int, error) {
 	return r.Reader.Read(p)
 }
 
-// MemoryLayers lists the layers that a fork of the snapshot has in memory while
-// it runs, each once.
+// MemoryLayers lists the layers that a running fork of the snapshot has in
+// memory, each once.
 func (m Manifest) MemoryLayers() []layer.Ref {
 	memory := Manifest{Memory: m.Memory, GVisor: m.GVisor}
 	return memory.Layers()
 }
 
-// UnsealedLayers lists the layers of disks that are sealed. A fork has a copy of
-// each in memory, which it shares with nobody.
+// UnsealedLayers lists the sealed layers of disks. Each fork has its own copy of
+// them in memory.
 func (s *Snapshot) UnsealedLayers() ([]layer.Ref, error) {
 	if !s.manifest.Private {
 		return nil, nil

@@ -14,8 +14,8 @@ import (
 	"agentrun.dev/internal/storage/seal/sealtest"
 )
 
-// TestStreamLayer: a stream becomes a layer, sealed in a private snapshot; what is
-// too long, cut off or no layer leaves nothing.
+// TestStreamLayer: a stream becomes a layer, sealed in a private snapshot. A
+// stream that is too long, truncated or not a layer leaves no files.
 func TestStreamLayer(t *testing.T) {
 	content := bytes.Repeat([]byte(canary), 3*page)[:3*page]
 	w := layer.NewWriter(io.Discard)
@@ -47,7 +47,7 @@ func TestStreamLayer(t *testing.T) {
 				if left := names(t, b.layers.Name()); len(left) != 0 {
 					t.Errorf("what failed has left %v", left)
 				}
-				for range 2 { // the same again is there already
+				for range 2 { // the second time the layer exists
 					ref, err := b.StreamLayer(t.Context(), bytes.NewReader(content), 3*page)
 					if err != nil || ref != want {
 						return nil, errors.Join(err, errors.New("another layer"))

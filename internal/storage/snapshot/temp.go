@@ -13,12 +13,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tempPrefix begins the names of folders that are being made or deleted.
-// Whoever works on one holds a flock(2) on it.
+// tempPrefix begins the names of folders that are being made or deleted. The
+// process that works on one holds a flock(2) on it.
 const tempPrefix = ".tmp-snapshot-"
 
-// place is where a snapshot is or will be: a name in an open folder, so that
-// nothing depends on paths while it is made.
+// place is the place of a snapshot: a name in an open folder, so that nothing
+// depends on paths while the snapshot is made.
 type place struct {
 	parent *os.Root
 	name   string
@@ -39,8 +39,8 @@ func openPlace(dir string) (place, error) {
 
 func tempName() string { return tempPrefix + rand.Text() }
 
-// lockTemp makes a new temporary folder and locks it. CleanTemp may take it
-// for a leftover before it is locked; then another one is made.
+// lockTemp makes a new temporary folder and locks it. Until it is locked,
+// CleanTemp may delete it as a leftover; then lockTemp makes another one.
 func lockTemp(parent *os.Root) (name string, lock *os.File, err error) {
 	for {
 		name = tempName()
@@ -54,7 +54,8 @@ func lockTemp(parent *os.Root) (name string, lock *os.File, err error) {
 	}
 }
 
-// lockFolder locks a folder. fs.ErrNotExist says that it went away meanwhile.
+// lockFolder locks a folder. It returns fs.ErrNotExist if the folder was
+// removed or renamed meanwhile.
 func lockFolder(parent *os.Root, name string, flags int) (*os.File, error) {
 	f, err := parent.Open(name)
 	if err != nil {
@@ -82,8 +83,8 @@ func lockFolder(parent *os.Root, name string, flags int) (*os.File, error) {
 	return f, nil
 }
 
-// CleanTemp deletes what killed processes left in a folder of snapshots, and
-// leaves alone what somebody works on.
+// CleanTemp deletes the leftovers of killed processes in a folder of snapshots.
+// It skips folders that are in use.
 func CleanTemp(parent string) error {
 	root, err := os.OpenRoot(parent)
 	if err != nil {
@@ -115,9 +116,9 @@ func CleanTemp(parent string) error {
 	return errors.Join(errs...)
 }
 
-// Remove deletes a snapshot's folder. It loses its name first, so that nobody
-// opens what is left of it if this is interrupted. Layers that other snapshots
-// link to stay with them.
+// Remove deletes a snapshot's folder. It renames the folder first, so that an
+// interrupted deletion never leaves a partial snapshot under its name. Layers
+// that other snapshots link to stay there.
 func Remove(dir string) error {
 	p, err := openPlace(dir)
 	if err != nil {

@@ -6,8 +6,8 @@ import (
 	"testing"
 )
 
-// TestUsage: a file that two folders link to is stored in both, belongs to
-// neither alone, and counts once.
+// TestUsage: a file that two folders link to counts as stored in both, as
+// unshared in neither, and once in the total.
 func TestUsage(t *testing.T) {
 	dir := t.TempDir()
 	write := func(folder, name string, bytes int) {
@@ -42,6 +42,19 @@ func TestUsage(t *testing.T) {
 	}
 	if want := a.Unshared + b.Stored; u.Bytes != want {
 		t.Errorf("together %d bytes, not %d", u.Bytes, want)
+	}
+	// A folder that is added anew counts once, and one that is removed no more.
+	if again, err := u.Add(filepath.Join(dir, "b")); err != nil || again != b || u.Bytes != a.Unshared+b.Stored {
+		t.Errorf("added again %+v, together %d bytes, %v", again, u.Bytes, err)
+	}
+	u.Remove(filepath.Join(dir, "b"))
+	if u.Bytes != a.Stored {
+		t.Errorf("without b %d bytes, not %d", u.Bytes, a.Stored)
+	}
+	u.Remove(filepath.Join(dir, "b"))
+	u.Remove(filepath.Join(dir, "a"))
+	if u.Bytes != 0 || len(u.seen) != 0 || len(u.folders) != 0 {
+		t.Errorf("without any %d bytes, %d files", u.Bytes, len(u.seen))
 	}
 	if err := os.RemoveAll(filepath.Join(dir, "b")); err != nil {
 		t.Fatal(err)

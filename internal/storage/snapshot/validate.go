@@ -13,7 +13,7 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-// Bounds of what a manifest may say. A vmm has narrower ones of its own.
+// Bounds of the values in a manifest. A vmm has its own, narrower ones.
 const (
 	maxVCPUs   = 256
 	maxDevices = 24
@@ -25,13 +25,13 @@ const (
 	minMTU     = 68 // virtio 1.2 §5.1.4.1
 	maxMTU     = 65535
 	maxDNS     = 3 // MAXNS of resolv.conf(5)
-	// maxFeatures is far more words than describe a processor, maxCPUFeatures
-	// more names: today's have about 200.
+	// maxFeatures is far more words than a processor has. maxCPUFeatures is far
+	// more names: today's processors have about 200.
 	maxFeatures    = 64
 	maxCPUFeatures = 1024
 )
 
-// checkOrigin says what to do with a snapshot of another program.
+// checkOrigin refuses a snapshot of another program, and says what to do.
 func checkOrigin(format int, engine string) error {
 	if format != Format && format != FormatPrivate {
 		return fmt.Errorf("format: %d, this agentrun reads %d and %d: use the version that made the snapshot, or make a new one", format, Format, FormatPrivate)
@@ -42,7 +42,7 @@ func checkOrigin(format int, engine string) error {
 	return nil
 }
 
-// Validate checks every value. An error begins with the field's name.
+// Validate checks every value. Its errors begin with the field's name.
 func (m Manifest) Validate() error {
 	if err := checkOrigin(m.Format, m.Engine); err != nil {
 		return err
@@ -83,7 +83,7 @@ func (m Manifest) Validate() error {
 	return m.validateStacks()
 }
 
-// validateEngine checks what only one engine's snapshots have.
+// validateEngine checks the fields that only one engine's snapshots have.
 func (m Manifest) validateEngine() error {
 	if m.Engine == EngineGVisor {
 		switch {
@@ -136,8 +136,8 @@ func (c CPU) validate() error {
 		return fmt.Errorf("profile: %.80q is not a name of 1 to 64 characters", c.Profile)
 	case !printable(c.Vendor, 64):
 		return fmt.Errorf("vendor: %.80q is not a name of 1 to 64 characters", c.Vendor)
-	// CPUID 1: extended family and family add up to 270 at most, a model has
-	// eight bits, a stepping four.
+	// CPUID leaf 1: extended family and family add up to at most 270, a model
+	// has eight bits, a stepping four.
 	case c.Family < 0 || c.Family > 0x10e || c.Model < 0 || c.Model > 0xff || c.Stepping < 0 || c.Stepping > 0xf:
 		return fmt.Errorf("family %d, model %d, stepping %d: no processor has these", c.Family, c.Model, c.Stepping)
 	case len(c.Features) > maxFeatures:
@@ -161,7 +161,7 @@ func printable(s string, most int) bool {
 	return s != "" && len(s) <= most
 }
 
-// text accepts at most so many bytes of anything that a terminal may show.
+// text accepts at most that many bytes of text without control characters.
 func text(s string, most int) bool {
 	return len(s) <= most && utf8.ValidString(s) && strings.IndexFunc(s, unicode.IsControl) < 0
 }
@@ -170,7 +170,8 @@ func letterOrDigit(c rune) bool {
 	return c >= '0' && c <= '9' || c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z'
 }
 
-// validHostname accepts the agent's host names, and none.
+// validHostname accepts the host names that the agent accepts, and the empty
+// name.
 func validHostname(s string) bool {
 	return len(s) <= 63 && strings.IndexFunc(s, func(c rune) bool { return !letterOrDigit(c) && c != '-' }) < 0
 }
@@ -240,14 +241,14 @@ func (n Net) validate() error {
 	return nil
 }
 
-// ipv4 accepts an address in its usual form.
+// ipv4 accepts an IPv4 address in its canonical form.
 func ipv4(s string) bool {
 	a, err := netip.ParseAddr(s)
 	return err == nil && a.Is4() && a.String() == s
 }
 
-// ipv6 accepts an address in its usual form, without a zone, and no address of
-// IPv4 in it.
+// ipv6 accepts an IPv6 address in its canonical form, without a zone. It
+// refuses mapped IPv4 addresses.
 func ipv6(s string) bool {
 	a, err := netip.ParseAddr(s)
 	return err == nil && a.Is6() && !a.Is4In6() && a.Zone() == "" && a.String() == s

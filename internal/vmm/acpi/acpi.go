@@ -1,8 +1,8 @@
-// Package acpi writes the firmware tables of a hardware-reduced machine: no
-// legacy timers, PIC, RTC or PM registers, only what the VMM really has.
-// Guests find their processors (MADT), devices and interrupts (DSDT), the
-// generation id (VMGENID) and the registers for power-off and reset (FADT)
-// here. It is written against ACPI 6.5.
+// Package acpi writes the firmware tables of a hardware-reduced machine. They
+// describe only hardware that the VMM provides: no legacy timers, PIC, RTC or
+// PM registers. Guests find their processors (MADT), devices and interrupts
+// (DSDT), the generation id (VMGENID) and the registers for power-off and reset
+// (FADT) here. The package follows ACPI 6.5.
 package acpi
 
 import (
@@ -12,21 +12,21 @@ import (
 
 // Ports of the fixed registers. The FADT tells the guest where they are.
 const (
-	// SleepControlPort takes sleep type and SLP_EN (§4.8.3.7).
+	// SleepControlPort receives sleep type and SLP_EN (§4.8.3.7).
 	SleepControlPort = 0x600
 	// SleepStatusPort holds WAK_STS.
 	SleepStatusPort = 0x601
 	// ResetPort resets the machine when ResetValue is written to it.
 	ResetPort = 0x602
-	// ResetValue is what the FADT tells the guest to write.
+	// ResetValue is the value that the FADT tells the guest to write.
 	ResetValue = 1
 	// PanicPort is the pvpanic device: bit 0 says that the guest panicked.
 	PanicPort = 0x505
 
 	// sleepTypeS5 is the value of \_S5 for the sleep control register.
 	sleepTypeS5 = 5
-	// PowerOff is what the guest writes to SleepControlPort to power off:
-	// sleep type 5 in bits 2–4 and SLP_EN, bit 5.
+	// PowerOff is the value that the guest writes to SleepControlPort to power
+	// off: sleep type 5 in bits 2–4 and SLP_EN, bit 5.
 	PowerOff = sleepTypeS5<<2 | 1<<5
 )
 
@@ -43,15 +43,15 @@ type VirtioDevice struct {
 	GSI  uint32
 }
 
-// Hardware is what the tables describe.
+// Hardware is the machine that the tables describe.
 type Hardware struct {
 	VCPUs  int
 	Virtio []VirtioDevice
 	// SerialPort and SerialGSI describe the console UART.
 	SerialPort uint16
 	SerialGSI  uint32
-	// GenerationIDAddr is where the 16 bytes of the generation id live, and
-	// EventGSI the interrupt that says that they changed.
+	// GenerationIDAddr is the address of the 16 bytes of the generation id.
+	// EventGSI is the interrupt that announces a change of it.
 	GenerationIDAddr uint64
 	EventGSI         uint32
 }
@@ -62,7 +62,7 @@ const (
 	fadtLen   = 276
 )
 
-// Tables lays RSDP, XSDT, FADT, MADT and DSDT out at base and returns their
+// Tables lays out RSDP, XSDT, FADT, MADT and DSDT at base and returns their
 // bytes; the RSDP is first. They take at most limit bytes.
 func (h Hardware) Tables(base uint64, limit int) ([]byte, error) {
 	dsdt := table("DSDT", 2, h.dsdt())

@@ -71,7 +71,7 @@ func TestTables(t *testing.T) {
 	}
 }
 
-// TestDisassembly has ACPICA's own compiler read the DSDT back.
+// TestDisassembly compiles the DSDT back with ACPICA's own compiler.
 func TestDisassembly(t *testing.T) {
 	iasl, err := exec.LookPath("iasl")
 	if err != nil {

@@ -3,7 +3,7 @@ package acpi
 import "encoding/binary"
 
 // The AML encoder: each function returns the bytes of one term (ACPI 6.5
-// §20.2). Only what the DSDT needs is here.
+// §20.2). It covers only the terms that the DSDT needs.
 
 const (
 	opZero       = 0x00

@@ -2,7 +2,7 @@ package cpu
 
 import "agentrun.dev/internal/vmm/kvm"
 
-// requiredCapabilities is what a host's KVM must offer.
+// requiredCapabilities are the capabilities that a host's KVM must have.
 var requiredCapabilities = []struct {
 	cap  kvm.Capability
 	name string
@@ -16,7 +16,8 @@ var requiredCapabilities = []struct {
 	{kvm.CapImmediateExit, "immediate exit"},
 }
 
-// MissingCapabilities names what a machine needs and this host's KVM lacks.
+// MissingCapabilities names the capabilities that a machine needs and this
+// host's KVM lacks.
 func MissingCapabilities(sys *kvm.System) []string {
 	var missing []string
 	for _, c := range requiredCapabilities {

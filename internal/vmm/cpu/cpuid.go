@@ -1,5 +1,5 @@
-// Package cpu owns what a guest finds of its host's processor and of KVM, and what a
-// machine needs of them.
+// Package cpu owns the features of the host's processor and of KVM: those that
+// a guest sees, and those that a machine needs.
 package cpu
 
 import (
@@ -14,14 +14,14 @@ const MaxVCPUs = 8
 
 // Profile names a set of CPU features that a guest sees. It is part of a
 // guest's identity: a snapshot taken under one profile is restored under the
-// same.
+// same profile.
 type Profile string
 
-// HostV1 is what the host's CPU and KVM offer, without what a forked
-// guest must not depend on:
+// HostV1 offers the features of the host's CPU and KVM, except those that a
+// forked guest must not depend on:
 //
 //   - nested virtualization (VMX, SVM) and SGX: not offered to sandboxes;
-//   - AMX, whose 8 KiB of tile state is a permission of its own;
+//   - AMX, whose 8 KiB of tile state need a permission of their own;
 //   - performance counters and processor trace: host-wide state;
 //   - asynchronous page faults: they hang with userfaultfd and when a
 //     snapshot's pages come in late;
@@ -87,7 +87,8 @@ const (
 // migration control (17) are not in it.
 const kvmFeatures = 1<<0 | 1<<1 | 1<<3 | 1<<5 | 1<<6 | 1<<7 | 1<<9 | 1<<11 | 1<<12 | 1<<13 | 1<<24
 
-// Apply turns what the host supports into what every vCPU of a guest sees.
+// Apply turns the features that the host supports into those that every vCPU of
+// a guest sees.
 func (p Profile) Apply(supported []kvm.CPUIDEntry, tscDeadline bool) ([]kvm.CPUIDEntry, error) {
 	if p != HostV1 {
 		return nil, fmt.Errorf("CPU profile %q is unknown: use %q", p, HostV1)
@@ -124,25 +125,25 @@ func (p Profile) Apply(supported []kvm.CPUIDEntry, tscDeadline bool) ([]kvm.CPUI
 		case leafAMDFeatures:
 			e.ECX &^= amdSVM | amdTopoExt | amdPerfCore | amdPerfNB | amdPerfL2
 		case leafAMDCacheTopo, leafAMDTopology:
-			continue // belong to TOPOEXT
+			continue // part of TOPOEXT
 		case leafTopology, leafTopologyV2:
 			continue // written per vCPU
 		case leafAMDPower:
 			e.EDX &^= powerInvariantTSC
 		}
 		if e.EAX|e.EBX|e.ECX|e.EDX == 0 {
-			continue // the guest reads zeros from a leaf that is not there, and KVM is done sooner
+			continue // a missing leaf also reads as zeros, and a shorter list is faster for KVM
 		}
 		out = append(out, e)
 	}
 	return out, nil
 }
 
-// XStateMask is every part of the extended state that the guest can enable,
-// 0 without XSAVE. The processors start with all of it enabled, as firmware
-// leaves them: the sizes that CPUID reports follow XCR0, and a KVM below which
-// XSETBV is not trapped (QEMU 7.2's emulated SVM) would report those of XCR0 = 1
-// for ever.
+// XStateMask is the set of all parts of the extended state that the guest can
+// enable, 0 without XSAVE. The processors start with all of them enabled, as
+// firmware leaves them: the sizes that CPUID reports follow XCR0, and a KVM that
+// cannot trap XSETBV (as in QEMU 7.2's emulated SVM) would report the sizes of
+// XCR0 = 1 for ever.
 func XStateMask(entries []kvm.CPUIDEntry) uint64 {
 	for _, e := range entries {
 		if e.Function == leafXState && e.Index == 0 {
@@ -152,8 +153,8 @@ func XStateMask(entries []kvm.CPUIDEntry) uint64 {
 	return 0
 }
 
-// ForVCPU adds what differs between the processors: ids and a flat topology
-// of one socket with one thread per core.
+// ForVCPU adds the entries that differ between the processors: ids and a flat
+// topology of one socket with one thread per core.
 func ForVCPU(common []kvm.CPUIDEntry, id, count int) []kvm.CPUIDEntry {
 	shift := uint32(bits.Len(uint(count - 1)))
 	out := make([]kvm.CPUIDEntry, 0, len(common)+2)

@@ -16,7 +16,7 @@ func find(entries []kvm.CPUIDEntry, function, index uint32) (kvm.CPUIDEntry, boo
 	return kvm.CPUIDEntry{}, false
 }
 
-// TestProfileHides feeds a CPU that has everything.
+// TestProfileHides applies the profile to a CPU that has all features.
 func TestProfileHides(t *testing.T) {
 	const all = 0xffff_ffff
 	var host []kvm.CPUIDEntry
@@ -35,7 +35,7 @@ func TestProfileHides(t *testing.T) {
 	}
 	guest := ForVCPU(common, 1, 2)
 	get := func(function, index uint32) kvm.CPUIDEntry {
-		e, _ := find(guest, function, index) // those that are not there are zeros
+		e, _ := find(guest, function, index) // missing entries are zeros
 		return e
 	}
 	for _, e := range guest {

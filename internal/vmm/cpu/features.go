@@ -7,14 +7,14 @@ import (
 	"agentrun.dev/internal/vmm/kvm"
 )
 
-// featureWord is a register of CPUID each of whose bits is something that a
+// featureWord is a register of CPUID. Each of its bits is a feature that a
 // program may use.
 type featureWord struct {
 	leaf, index uint32
 	register    string
 }
 
-// name is how a word is told of: leaf, subleaf and register.
+// name is the name of a word: leaf, subleaf and register.
 func (w featureWord) name() string { return fmt.Sprintf("%x.%d.%s", w.leaf, w.index, w.register) }
 
 var featureWords = []featureWord{
@@ -26,8 +26,8 @@ var featureWords = []featureWord{
 	{leafAMDFeatures, 0, "ecx"}, {leafAMDFeatures, 0, "edx"}, {leafAMDAddress, 0, "ebx"},
 }
 
-// Features is what a guest of this profile finds on this host: words of CPUID by
-// name, without those that are zero.
+// Features returns the features that a guest of this profile sees on this host:
+// CPUID words by name, without words that are zero.
 func (p Profile) Features(sys *kvm.System) (map[string]uint32, error) {
 	supported, err := sys.SupportedCPUID()
 	if err != nil {
@@ -51,8 +51,8 @@ func (p Profile) Features(sys *kvm.System) (map[string]uint32, error) {
 	return features, nil
 }
 
-// featureNames are those of /proc/cpuinfo, for the bits that set processors
-// apart.
+// featureNames are the names of /proc/cpuinfo for the bits in which processors
+// differ.
 var featureNames = map[string]map[int]string{
 	"1.0.ecx": {
 		0: "sse3", 1: "pclmulqdq", 9: "ssse3", 12: "fma", 13: "cx16", 17: "pcid", 19: "sse4_1", 20: "sse4_2", 21: "x2apic",
@@ -74,7 +74,7 @@ var featureNames = map[string]map[int]string{
 	"80000001.0.edx": {20: "nx", 26: "pdpe1gb", 27: "rdtscp", 29: "lm"},
 }
 
-// MissingFeatures lists those in want that have lacks, by the names of
+// MissingFeatures lists the features in want that have lacks, by their names in
 // /proc/cpuinfo or by their bit.
 func MissingFeatures(want, have map[string]uint32) (missing []string) {
 	words := make([]string, 0, len(want))

@@ -23,7 +23,8 @@ func TestMissingFeatures(t *testing.T) {
 	}
 }
 
-// TestFeatures: this host's are told, without what the profile hides.
+// TestFeatures: the features of this host are listed, without those that the
+// profile hides.
 func TestFeatures(t *testing.T) {
 	sys, err := kvm.Open()
 	if err != nil {

@@ -9,8 +9,8 @@ const (
 
 type bitmapChunk [chunkWords]uint64
 
-// fullChunk stands for every chunk that was set as a whole, so that a guest
-// that discards a huge disk costs nothing. Bits are never cleared.
+// fullChunk stands for each chunk whose bits are all set, so that the bitmap of
+// a huge disk that the guest discards needs no memory. Bits are never cleared.
 var fullChunk = func() *bitmapChunk {
 	c := new(bitmapChunk)
 	for i := range c {
@@ -19,7 +19,7 @@ var fullChunk = func() *bitmapChunk {
 	return c
 }()
 
-// bitmap is a set of block numbers. Chunks without any are nil.
+// bitmap is a set of block numbers. An empty chunk is nil.
 type bitmap struct{ chunks []*bitmapChunk }
 
 func newBitmap(blocks uint64) bitmap {
@@ -60,8 +60,8 @@ func (b *bitmap) has(block uint64) bool {
 	return c != nil && c[block%chunkBlocks/64]>>(block%64)&1 != 0
 }
 
-// span finds how far, at most to end, the blocks from first on are all in the
-// set or all outside it.
+// span finds how far, up to end, the blocks from first on are all in the set or
+// all outside of it.
 func (b *bitmap) span(first, end uint64) (in bool, next uint64) {
 	in = b.has(first)
 	for next = first; next < end; {
@@ -88,7 +88,7 @@ func (b *bitmap) span(first, end uint64) (in bool, next uint64) {
 	return in, min(next, end)
 }
 
-// add puts everything of another set of the same size into b.
+// add adds all blocks of another set of the same size.
 func (b *bitmap) add(other *bitmap) {
 	for i, c := range other.chunks {
 		switch {

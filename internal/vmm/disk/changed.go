@@ -9,10 +9,10 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-// Changed lists what differs from the stack below: runs to be stored, and
-// ranges that are zeros now and need no place in a layer. Both are sorted,
-// have at most MaxRuns entries and do not overlap; runs are joined over small
-// gaps, whose content is to be stored with them.
+// Changed lists the differences from the stack below: runs to be stored, and
+// ranges that are now zeros and take no room in a layer. Both lists are sorted,
+// have at most MaxRuns entries and do not overlap. Runs are joined over small
+// gaps; the content of the gaps is stored with them.
 func (d *Disk) Changed() (runs, zeros []extent.Run) {
 	if d.ReadOnly() {
 		return nil, nil
@@ -24,23 +24,24 @@ func (d *Disk) Changed() (runs, zeros []extent.Run) {
 	return d.changed(&all, nil)
 }
 
-// changed is Changed for a set of blocks that are in stages. What include has of
-// the disk is listed in any case, but for what nobody has ever written: that is
-// zeros whatever the stack is.
+// changed is Changed for a set of blocks that are in stages. It also lists the
+// blocks of include, whether they changed or not, except those that no stage and
+// no layer contains: they are zeros above any stack.
 func (v *view) changed(set *bitmap, include []extent.Run) (runs, zeros []extent.Run) {
 	runs, zeros = v.content(set)
 	more, erased := v.within(include)
 	runs = extent.Unite(runs, more)
 	zeros = extent.Subtract(extent.Unite(v.hiding(zeros), erased), runs)
 	if len(zeros) > layer.MaxRuns {
-		// The small ones are cheaper stored than listed.
+		// Small zero ranges are cheaper to store than to list.
 		bySize := slices.Clone(zeros)
 		slices.SortStableFunc(bySize, func(a, b extent.Run) int { return cmp.Compare(b.Length, a.Length) })
 		zeros = extent.Sort(bySize[:layer.MaxRuns])
 		runs = extent.Sort(append(runs, bySize[layer.MaxRuns:]...))
 	}
 	runs = extent.Coalesce(runs, layer.MaxRuns)
-	// Zeros lie wholly inside a joined gap or wholly outside.
+	// Each zero range lies completely inside a joined gap or completely
+	// outside.
 	zeros = slices.DeleteFunc(zeros, func(z extent.Run) bool {
 		i, exact := slices.BinarySearchFunc(runs, z.Start, func(r extent.Run, at uint64) int { return cmp.Compare(r.Start, at) })
 		return exact || i > 0 && runs[i-1].End() > z.Start
@@ -48,8 +49,8 @@ func (v *view) changed(set *bitmap, include []extent.Run) (runs, zeros []extent.
 	return runs, zeros
 }
 
-// within divides what is in some runs into data, of a stage or of the stack, and
-// what was erased.
+// within divides the content of some runs into data, from a stage or from the
+// stack, and erased ranges.
 func (v *view) within(include []extent.Run) (data, erased []extent.Run) {
 	written := newBitmap(v.below.Stack.Size / blockSize)
 	for _, r := range include {
@@ -68,8 +69,8 @@ func (v *view) within(include []extent.Run) (data, erased []extent.Run) {
 	return append(data, more...), erased
 }
 
-// hiding keeps those parts of zeros that hide something, in the stack or in an
-// older stage: elsewhere there are zeros already.
+// hiding keeps those parts of zeros that hide data in the stack or in an older
+// stage. The other parts would read as zeros anyway.
 func (v *view) hiding(zeros []extent.Run) []extent.Run {
 	older := view{v.below, v.stages[1:]}
 	var out []extent.Run
@@ -85,7 +86,7 @@ func (v *view) hiding(zeros []extent.Run) []extent.Run {
 	return out
 }
 
-// WriteChanged writes the present content of runs, one after the other.
+// WriteChanged writes the current content of runs, one after the other.
 func (d *Disk) WriteChanged(w io.Writer, runs []extent.Run) error {
 	return d.writeRuns(w, runs)
 }

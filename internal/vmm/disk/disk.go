@@ -1,6 +1,7 @@
-// Package disk is what a guest's block device reads and writes: private files with
-// what it has written, above a stack of immutable layers. It can be frozen, so that
-// a snapshot is written beside the guest.
+// Package disk is the storage behind a guest's block device. Private files hold the
+// blocks that the guest has written; a stack of immutable layers below them holds
+// the rest. A disk can be frozen, so that its snapshot is written while the guest
+// continues.
 package disk
 
 import (
@@ -14,29 +15,34 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// blockSize is the granule in which a disk's content is in one file or another.
+// blockSize is the granule of a disk's content: each block comes from a single
+// file.
 const blockSize = extent.PageSize
 
 // errReadOnly answers writes to a disk without a top.
 var errReadOnly = errors.New("disk is read-only")
 
-// Disk is a block device above a stack. What was written is in private sparse
-// files, the newest of which is the top. It is used by one goroutine at a time.
+// Disk is a block device above a stack. Private sparse files hold the written
+// blocks; the newest file is the top. Only one goroutine may use a disk at a
+// time.
 type Disk struct {
-	view // stages[0] is the top; none: read-only
-	// since is what the files put aside have of what was written since Rebase.
+	view // stages[0] is the top; a disk without stages is read-only
+	// since holds the blocks of the files put aside that were written after
+	// Rebase.
 	since bitmap
-	// merged says that the file put aside last is in the one before, too.
+	// merged says that the content of the newest file put aside is also in the
+	// one before it.
 	merged bool
-	// noPunch is set when the file system of the top turns out to have no holes.
+	// noPunch is set when the file system of the top turns out not to support
+	// holes.
 	noPunch bool
 	part    []guestmem.Range // reused by each request
-	block   [blockSize]byte  // likewise
+	block   [blockSize]byte  // reused by each request
 }
 
-// New makes a disk of a stack, its layers in the order of stack.Layers and
-// an empty top, which is made as long as the stack; without a top the disk is
-// read-only. The files belong to the disk from then on, unless it fails.
+// New makes a disk of a stack, its layers in the order of stack.Layers and an
+// empty top, which it extends to the size of the stack. Without a top the disk
+// is read-only. If New succeeds, the files belong to the disk.
 func New(stack layer.Stack, layers []*os.File, top *os.File) (*Disk, error) {
 	b, err := layer.OpenStack(stack, layers)
 	if err != nil {
@@ -73,7 +79,7 @@ func prepareTop(top *os.File, size uint64) error {
 	return top.Truncate(int64(size))
 }
 
-// Close closes the layers, the top and what was put aside.
+// Close closes the layers, the top and the files put aside.
 func (d *Disk) Close() error {
 	err := d.below.Close()
 	for _, s := range d.stages {
@@ -85,7 +91,8 @@ func (d *Disk) Close() error {
 func (d *Disk) Size() int64    { return int64(d.below.Stack.Size) }
 func (d *Disk) ReadOnly() bool { return len(d.stages) == 0 }
 
-// check refuses what the block device does not send.
+// check refuses ranges beyond the end of the disk. The block device does not
+// send them.
 func (d *Disk) check(off, n int64) error {
 	if off < 0 || n < 0 || n > d.Size() || off > d.Size()-n {
 		return fmt.Errorf("disk range %#x+%#x: beyond the size %#x", off, n, d.Size())

@@ -19,7 +19,8 @@ import (
 
 const sector = 512
 
-// guest is a memory with a scratch area, to speak to disks as a device does.
+// guest is a memory with a scratch area, through which tests use disks as a
+// device does.
 type guest struct {
 	t   *testing.T
 	mem *guestmem.Memory
@@ -88,7 +89,7 @@ func (g guest) write(d *Disk, off int, p []byte) {
 	}
 }
 
-// random does one request to disk and model.
+// random makes one random request to disk and model.
 func (g guest) random(d *Disk, model []byte) {
 	g.t.Helper()
 	sectors := len(model) / sector
@@ -118,7 +119,7 @@ func (g guest) random(d *Disk, model []byte) {
 	}
 }
 
-// newTop makes an empty file; /dev/shm and the temporary folder are usually
+// newTop makes an empty file; /dev/shm and the temporary folder are usually on
 // different file systems.
 func newTop(t *testing.T, dir string) *os.File {
 	t.Helper()
@@ -135,7 +136,7 @@ func newDisk(s layertest.Store, stack layer.Stack, top *os.File) *Disk {
 	if err != nil {
 		s.Fatal(err)
 	}
-	s.Cleanup(func() { _ = d.Close() }) // some are closed earlier
+	s.Cleanup(func() { _ = d.Close() }) // some disks are closed earlier
 	return d
 }
 
@@ -226,7 +227,7 @@ func hostRead(t *testing.T, d *Disk) []byte {
 	return p
 }
 
-// TestDiskChanged: what is zero needs no place in the layer.
+// TestDiskChanged: zeros take no room in the layer.
 func TestDiskChanged(t *testing.T) {
 	g := newGuest(t, rand.New(rand.NewPCG(4, 4)))
 	s := layertest.NewStore(t)
@@ -250,7 +251,7 @@ func TestDiskChanged(t *testing.T) {
 	}
 }
 
-// TestDiskManyZeros has more zero ranges than can be listed.
+// TestDiskManyZeros makes more zero ranges than Changed can list.
 func TestDiskManyZeros(t *testing.T) {
 	const blocks = 6 * layer.MaxRuns
 	s := layertest.NewStore(t)
@@ -267,8 +268,8 @@ func TestDiskManyZeros(t *testing.T) {
 	layertest.SameBytes(t, "snapshot", s.Content(capture(s, d)), want)
 }
 
-// TestHugeDisk: the bitmap of a huge disk costs little, even after the guest
-// discarded all of it.
+// TestHugeDisk: the bitmap of a huge disk takes little memory, even after the
+// guest has discarded all of the disk.
 func TestHugeDisk(t *testing.T) {
 	s := layertest.NewStore(t)
 	l := pages(s, 1)
@@ -277,7 +278,7 @@ func TestHugeDisk(t *testing.T) {
 	if err := d.Discard(sector, d.Size()-sector); err != nil {
 		t.Fatal(err)
 	}
-	d.stages[0].present.set(5, stack.Size/blockSize) // as if there had been something below
+	d.stages[0].present.set(5, stack.Size/blockSize) // as if the layers below had content
 	chunks := 0
 	for _, c := range d.stages[0].present.chunks {
 		if c != nil && c != fullChunk {
@@ -357,7 +358,7 @@ func TestNewDiskRefuses(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		t.Cleanup(func() { _ = f.Close() }) // one is closed on purpose
+		t.Cleanup(func() { _ = f.Close() }) // one file is closed on purpose
 		return f
 	}
 	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
@@ -393,8 +394,8 @@ func TestNewDiskRefuses(t *testing.T) {
 	}
 }
 
-// TestDiskErrors: failures of the host reach the guest as errors, and nothing
-// half-written is ever read.
+// TestDiskErrors: failures of the host reach the guest as errors, and
+// half-written data is never read.
 func TestDiskErrors(t *testing.T) {
 	g := newGuest(t, rand.New(rand.NewPCG(7, 7)))
 	s := layertest.NewStore(t)
@@ -431,7 +432,7 @@ func TestDiskErrors(t *testing.T) {
 	layertest.WantError(t, d.Discard(3*blockSize-sector, sector), "copy up", l.Digest.String())
 	layertest.WantError(t, d.WriteChanged(io.Discard, []extent.Run{{Start: 0, Length: 4 * blockSize}}), "unexpected EOF")
 
-	// A top that cannot be written any more.
+	// Writes to the top fail from here on.
 	if err := d.stages[0].file.Close(); err != nil {
 		t.Fatal(err)
 	}

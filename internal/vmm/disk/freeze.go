@@ -10,21 +10,22 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-// Frozen is a disk as it was when Freeze was called. It can be read while the
-// disk is in use, until the next call of Prepare.
+// Frozen is a disk as of the call of Freeze. It can be read while the disk is
+// in use, until the next call of Prepare.
 type Frozen struct {
 	view
 	disk *Disk
-	// since is what was written after the stack that Changed speaks of.
+	// since holds the blocks written after the stack to which Changed compares.
 	since bitmap
 }
 
-// maxAside is how many files a disk puts aside; Prepare merges what is more.
+// maxAside is how many files a disk puts aside; Prepare merges a further one.
 const maxAside = 2
 
-// Prepare makes a file ready to become the disk's top, and makes room for the
-// one that it replaces: what was put aside before becomes one file. The disk
-// may be in use, Frozen ones of it not any more.
+// Prepare makes a file ready to become the disk's next top. It also makes room
+// for the current top among the files put aside, by merging two of them if
+// there are maxAside. The disk may be in use, but its earlier Frozen must not
+// be used any more.
 func (d *Disk) Prepare(top *os.File) error {
 	if d.ReadOnly() {
 		return errReadOnly
@@ -35,7 +36,7 @@ func (d *Disk) Prepare(top *os.File) error {
 	if len(d.stages)-1 < maxAside {
 		return nil
 	}
-	// Nobody reads what is overwritten here: the upper file has it too.
+	// No read reaches the blocks that are overwritten here: upper hides them.
 	upper, lower := d.stages[1], d.stages[2]
 	v := view{d.below, []*stage{upper}}
 	data, holes := v.content(&upper.present)
@@ -55,8 +56,8 @@ func (d *Disk) Prepare(top *os.File) error {
 	return nil
 }
 
-// Freeze puts the top aside and takes a prepared file, which belongs to the
-// disk from then on, in its place. The disk must not be in use meanwhile.
+// Freeze puts the top aside and replaces it by a prepared file, which then
+// belongs to the disk. The disk must not be in use meanwhile.
 func (d *Disk) Freeze(top *os.File) (*Frozen, error) {
 	if d.ReadOnly() {
 		return nil, errReadOnly
@@ -77,8 +78,8 @@ func (d *Disk) Freeze(top *os.File) (*Frozen, error) {
 	return f, err
 }
 
-// Changed is Disk.Changed for the instant of Freeze. It lists what was written
-// since Rebase was last called, and what include says.
+// Changed is Disk.Changed as of the call of Freeze. It lists the blocks written
+// since the last Rebase, and the content of include.
 func (f *Frozen) Changed(include []extent.Run) (runs, zeros []extent.Run) {
 	return f.changed(&f.since, include)
 }
@@ -86,14 +87,15 @@ func (f *Frozen) Changed(include []extent.Run) (runs, zeros []extent.Run) {
 // WriteChanged writes the content of runs, one after the other.
 func (f *Frozen) WriteChanged(w io.Writer, runs []extent.Run) error { return f.writeRuns(w, runs) }
 
-// Rebase says that somebody else keeps what Changed listed: the next Changed
-// will not list it again. The disk must not be frozen meanwhile.
+// Rebase declares that the content that Changed listed is stored elsewhere, so
+// the next Changed does not list it again. The disk must not be frozen
+// meanwhile.
 func (f *Frozen) Rebase() {
-	// What was written after Freeze is in the top and not yet in since.
+	// Blocks written after Freeze are in the top and not yet in since.
 	f.disk.since = newBitmap(f.below.Stack.Size / blockSize)
 }
 
-// clear makes blocks of a stage zeros.
+// clear replaces a range of a stage by zeros.
 func (d *Disk) clear(s *stage, off, end uint64) error {
 	err := punchHole(s.fd, off, end)
 	if errors.Is(err, errors.ErrUnsupported) {

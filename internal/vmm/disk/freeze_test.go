@@ -23,8 +23,8 @@ func emptyTop(t *testing.T) *os.File {
 	return f
 }
 
-// TestIncludeIsSparse: what is to be stored in any case is what there is, not the
-// zeros between.
+// TestIncludeIsSparse: of the runs in include only blocks with content are
+// stored, not the zeros between them.
 func TestIncludeIsSparse(t *testing.T) {
 	const size = 1 << 40
 	mem, err := guestmem.NewAnonymous(1 << 20)
@@ -45,7 +45,8 @@ func TestIncludeIsSparse(t *testing.T) {
 			t.Fatal(n, err)
 		}
 	}
-	// Of a layer, and of what was written: who knows nothing of either is told.
+	// One block is in a layer, one was written: include lists both, whatever
+	// the receiver already has.
 	for _, off := range []int64{9 * blockSize, size/2 + blockSize} {
 		if err := d.Discard(off, blockSize); err != nil {
 			t.Fatal(err)
@@ -68,8 +69,8 @@ func TestIncludeIsSparse(t *testing.T) {
 }
 
 // TestFreeze: a disk is frozen again and again under random writes, discards
-// and copies; what a chain of layers says, with and without rebasing, is what
-// the disk was at that instant, and the disk itself loses nothing.
+// and copies. A chain of layers, with and without rebasing, yields the content
+// of the disk at that instant, and the disk itself loses no data.
 func TestFreeze(t *testing.T) {
 	const size = 2 << 20
 	mem, err := guestmem.NewAnonymous(1 << 20)
@@ -86,7 +87,7 @@ func TestFreeze(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		durable := stack // what the disk was made of
+		durable := stack // the stack that the disk was made of
 		for round := range 30 {
 			for range 8 {
 				off, n := r.Int64N(size/512)*512, (r.Int64N(40)+1)*512
@@ -120,7 +121,7 @@ func TestFreeze(t *testing.T) {
 				t.Fatalf("%d files in round %d", len(d.stages), round)
 			}
 			was := bytes.Clone(content)
-			// What comes later is not in the frozen disk.
+			// Changes after Freeze are not in the frozen disk.
 			if err := d.Discard(0, size/2); err != nil {
 				t.Fatal(err)
 			}

@@ -7,7 +7,7 @@ import (
 	"agentrun.dev/internal/storage/layer/layertest"
 )
 
-// pages makes a layer of n pages of nines.
+// pages makes a layer of n pages filled with nines.
 func pages(s layertest.Store, n int) layer.Ref {
 	s.Helper()
 	return s.Bytes(bytes.Repeat([]byte{9}, n*blockSize))

@@ -10,12 +10,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// stage is a private sparse file with part of a disk, at the disk's offsets.
+// stage is a private sparse file that holds some blocks of a disk, at the
+// disk's offsets.
 type stage struct {
 	file *os.File
 	fd   int
-	// present says which blocks of a page the file has. What it holds
-	// elsewhere (a write that failed half way) is never read.
+	// present says which blocks the file holds. Other content of the file, such
+	// as a write that failed half way, is never read.
 	present bitmap
 }
 
@@ -23,16 +24,16 @@ func newStage(file *os.File, size uint64) *stage {
 	return &stage{file: file, fd: int(file.Fd()), present: newBitmap(size / blockSize)}
 }
 
-// view is a disk's content: the newest stage that has a block decides, and the
-// stack where none has it.
+// view is a disk's content. A block comes from the newest stage that has it, or
+// else from the stack.
 type view struct {
 	below  layer.Opened
 	stages []*stage // newest first
 }
 
-// segment finds where the bytes at off come from and how far, at most to end,
-// that holds: from a stage, from a layer of the stack (in), or from nowhere,
-// which means zeros.
+// segment finds the source of the bytes at off and how far, up to end, the same
+// source continues: a stage, a layer of the stack (in), or no file, which means
+// zeros.
 func (v *view) segment(off, end uint64) (s *stage, e layer.Extent, in bool, next uint64) {
 	for _, s := range v.stages {
 		has, block := s.present.span(off/blockSize, (end+blockSize-1)/blockSize)
@@ -45,7 +46,7 @@ func (v *view) segment(off, end uint64) (s *stage, e layer.Extent, in bool, next
 	return nil, e, in, min(end, next)
 }
 
-// read fills p with the content, for the host.
+// read fills p with the content, for use by the host.
 func (v *view) read(p []byte, off uint64) error {
 	for len(p) > 0 {
 		s, _, _, next := v.segment(off, off+uint64(len(p)))
@@ -62,8 +63,8 @@ func (v *view) read(p []byte, off uint64) error {
 	return nil
 }
 
-// content divides the blocks of a set, all of which are in stages, into data
-// and holes.
+// content divides the blocks of a set into data and holes. All of them must be
+// in stages.
 func (v *view) content(set *bitmap) (data, holes []extent.Run) {
 	blocks := v.below.Stack.Size / blockSize
 	finders := make([]holeFinder, len(v.stages))
@@ -94,16 +95,16 @@ func (v *view) content(set *bitmap) (data, holes []extent.Run) {
 	return data, holes
 }
 
-// holeFinder walks through the holes of a file, forwards. It knows the piece
-// that it looked at last: one hole may span many blocks.
+// holeFinder walks forwards through the holes of a file. It remembers the last
+// piece that it looked up, because one hole may span many blocks.
 type holeFinder struct {
 	fd         int
 	size       uint64
-	start, end uint64 // of the data last found; before it is a hole
+	start, end uint64 // of the data last found; a hole lies before it
 }
 
-// at says whether there is a hole at off, which is a multiple of a page, and
-// to where that holds in whole blocks. What the file system cannot tell is
+// at reports whether there is a hole at off, which is a multiple of a page, and
+// how far that holds, in whole blocks. If the file system cannot tell, it is
 // data.
 func (h *holeFinder) at(off uint64) (hole bool, end uint64) {
 	if off >= h.end {
@@ -118,7 +119,7 @@ func (h *holeFinder) at(off uint64) (hole bool, end uint64) {
 func (h *holeFinder) find(off uint64) {
 	h.start, h.end = off, h.size
 	data, err := unix.Seek(h.fd, int64(off), unix.SEEK_DATA)
-	if errors.Is(err, unix.ENXIO) { // nothing up to the end
+	if errors.Is(err, unix.ENXIO) { // no data up to the end
 		h.start = h.size
 		return
 	}
@@ -129,7 +130,7 @@ func (h *holeFinder) find(off uint64) {
 	if err != nil {
 		return
 	}
-	// Blocks of the file system may be smaller than ours.
+	// Blocks of the file system may be smaller than blockSize.
 	h.start = uint64(data) &^ (blockSize - 1)
 	h.end = min((uint64(next)+blockSize-1)&^(blockSize-1), h.size)
 }

@@ -16,15 +16,16 @@ func (d *Disk) WriteAt(mem *guestmem.Memory, ranges []guestmem.Range, off int64)
 	}
 	top := d.stages[0]
 	done, err := mem.WriteFile(top.fd, off, ranges)
-	// A block counts once it was written as a whole; those at the ends were
-	// copied up before. After an error the others keep their old content.
+	// A block is present once all of it was written; beginWrite has copied up
+	// the partial blocks at the ends. After an error the remaining blocks keep
+	// their old content.
 	first, end := wholeBlocks(uint64(off), uint64(off+done))
 	top.present.set(first, end)
 	return done, err
 }
 
-// beginWrite checks a range that will be written and copies up the blocks at
-// its ends that are written in part.
+// beginWrite checks a range that will be written, and copies up the blocks at
+// its ends if they will be written only in part.
 func (d *Disk) beginWrite(off, n int64) error {
 	if d.ReadOnly() {
 		return errReadOnly
@@ -43,7 +44,7 @@ func (d *Disk) beginWrite(off, n int64) error {
 	return nil
 }
 
-// copyUp brings a block into the top.
+// copyUp copies a block into the top, unless the top has it.
 func (d *Disk) copyUp(block uint64) error {
 	top := d.stages[0]
 	if top.present.has(block) {
@@ -59,13 +60,13 @@ func (d *Disk) copyUp(block uint64) error {
 	return nil
 }
 
-// wholeBlocks are the blocks that lie wholly in [off, end).
+// wholeBlocks returns the blocks that lie completely in [off, end).
 func wholeBlocks(off, end uint64) (first, last uint64) {
 	first, last = (off+blockSize-1)/blockSize, end/blockSize
 	return first, max(first, last)
 }
 
-// Flush makes what was written durable; the layers are already.
+// Flush makes all written blocks durable; the layers are durable already.
 func (d *Disk) Flush() error {
 	for _, s := range d.stages {
 		if err := retry(func() error { return unix.Fdatasync(s.fd) }); err != nil {
@@ -75,11 +76,12 @@ func (d *Disk) Flush() error {
 	return nil
 }
 
-// Discard makes the range read as zeros, so that no snapshot carries it on.
+// Discard makes the range read as zeros, so that no snapshot stores its old
+// content.
 func (d *Disk) Discard(off, n int64) error { return d.zero(off, n) }
 
-// WriteZeroes punches holes with and without unmap: no block of a sparse top
-// is reserved anyhow, and known zeros need no place in a snapshot.
+// WriteZeroes punches holes, whether unmap is set or not: a sparse top reserves
+// no blocks anyway, and known zeros take no room in a snapshot.
 func (d *Disk) WriteZeroes(off, n int64, _ bool) error { return d.zero(off, n) }
 
 func (d *Disk) zero(off, n int64) error {
@@ -88,7 +90,8 @@ func (d *Disk) zero(off, n int64) error {
 	}
 	start, end := uint64(off), uint64(off+n)
 	first, last := wholeBlocks(start, end)
-	// A range within one block has no whole one, and first lies behind it.
+	// A range inside one block contains no whole block; first then lies behind
+	// the range.
 	if err := writeZeros(d.stages[0].file, start, min(first*blockSize, end)); err != nil {
 		return err
 	}
@@ -98,8 +101,8 @@ func (d *Disk) zero(off, n int64) error {
 	return writeZeros(d.stages[0].file, last*blockSize, end)
 }
 
-// zeroBlocks makes whole blocks zero. Those that are zeros already, with
-// nothing below and nothing in the top, stay as they are.
+// zeroBlocks makes whole blocks zero. Blocks that already read as zeros,
+// because neither the top nor any file below has them, stay as they are.
 func (d *Disk) zeroBlocks(first, last uint64) error {
 	if first == last {
 		return nil
@@ -122,7 +125,7 @@ func (d *Disk) zeroBlocks(first, last uint64) error {
 	return nil
 }
 
-// punch makes a hole, or finds out that there are none.
+// punch makes a hole, or notes that the file system does not support holes.
 func (d *Disk) punch(off, end uint64) error {
 	if d.noPunch {
 		return nil
@@ -159,7 +162,7 @@ func writeZeros(f *os.File, off, end uint64) error {
 	return nil
 }
 
-// retry repeats a system call that a signal interrupted.
+// retry repeats a system call that was interrupted by a signal.
 func retry(call func() error) error {
 	for {
 		if err := call(); !errors.Is(err, unix.EINTR) {

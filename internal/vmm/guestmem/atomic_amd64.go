@@ -17,6 +17,6 @@ func store16(p *uint16, v uint16)
 // Invariant: b is inside a live mapping, which Memory.slice has checked.
 func pointerTo16(b []byte) *uint16 { return (*uint16)(unsafe.Pointer(unsafe.SliceData(b))) }
 
-// addressOf is the address of a mapping, which the garbage collector neither
-// moves nor frees: it was made by mmap.
+// addressOf returns the address of a mapping. The garbage collector neither
+// moves nor frees it, because mmap made it.
 func addressOf(b []byte) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(b))) }

@@ -15,39 +15,41 @@ import (
 )
 
 const (
-	// blockSize is what is saved and released at once.
+	// blockSize is the unit in which pages are saved and released.
 	blockSize  = 64 << 10
 	blockPages = blockSize / PageSize
-	// hugeBlocks, a power of two, is how many make a huge page. To let go of less
-	// would split it: then each of its pages costs the guest a fault.
+	// hugeBlocks, a power of two, is the number of blocks in a huge page.
+	// Releasing only a part of a huge page would split it: then each of its small
+	// pages costs the guest a fault.
 	hugeBlocks = hugeSize / blockSize
-	// stepBlocks, a multiple of that, is how many blocks are released at once, or
-	// mapped, when nothing has to be saved.
+	// stepBlocks, a multiple of hugeBlocks, is how many blocks are released or
+	// mapped at once when no page has to be saved.
 	stepBlocks = 2 * hugeBlocks
 	// maxMappings bounds the mappings that captures make of RAM.
 	maxMappings = 1024
 )
 
-// DefaultPatience is how much later a fork may be complete so that its source is
-// not disturbed.
+// DefaultPatience is the longest delay of a fork that we accept so that its
+// source is not disturbed.
 const DefaultPatience = 250 * time.Millisecond
 
-// CaptureConfig says how a memory is captured.
+// CaptureConfig configures a capture of a memory.
 type CaptureConfig struct {
-	// Userfaultfd is an open /dev/userfaultfd. Without it, or where it cannot
-	// protect this memory, the guest must stand still until Copy has returned.
+	// Userfaultfd is an open /dev/userfaultfd. If it is nil or cannot protect
+	// this memory, the guest must stand still until Copy has returned.
 	Userfaultfd *os.File
 	// Pagemap is this process's /proc/self/pagemap.
 	Pagemap *os.File
 	// File gets the pages, each at its offset in RAM.
 	File *os.File
-	// Patience is for how long Copy lets others run before each block. After
-	// that it takes its share of the processors.
+	// Patience is the time from the start of Copy during which it yields to
+	// other threads before each block. After that it takes its share of the
+	// processors.
 	Patience time.Duration
 }
 
-// Capture is a memory as it was at one instant, the call of Begin. Its methods
-// are called by one goroutine, in this order: Announce, Arm and Expect (if Early),
+// Capture is the content of a memory at one instant, the call of Begin. One
+// goroutine calls its methods in this order: Announce, Arm and Expect (if Early),
 // Begin, List, Copy, Rebase, Share, Close.
 type Capture struct {
 	m       *Memory
@@ -55,30 +57,33 @@ type Capture struct {
 	file    *os.File
 	uffd    userfaultfd // -1: the guest stands still
 	reason  error       // why uffd is -1
-	markers bool        // anonymous pages that are not there can be protected, too
+	markers bool        // anonymous pages that are not present can be protected, too
 
-	// writers is held for reading by whoever releases and writes, and for writing
-	// while Arm or Begin protects, and Close closes uffd. begun says that the instant
-	// has come. closed, which writers protects, says that uffd is closed.
+	// writers is held for reading while pages are released and written. Arm and Begin
+	// hold it for writing while they protect, and Close while it closes uffd. begun
+	// says that the instant has come. closed says that uffd is closed; writers
+	// protects it.
 	writers sync.RWMutex
 	begun   atomic.Bool
 	closed  bool
 
-	// Of the instant: where the stack has data, and where that was discarded.
-	// What earlier captures failed to hand over counts as changed.
+	// As of the instant: where the stack has data, and where the guest has
+	// discarded that data. Pages that earlier captures failed to share count as
+	// changed.
 	mapped, discarded, orphan []extent.Run
 
 	blocks []block     // nil without uffd
-	empty  emptyPieces // nil: everything was protected
-	// lookLeft is how much longer Begin may look at what it protects. cannotScan says
-	// that the kernel has no PAGEMAP_SCAN; the others are room for what a look finds.
+	empty  emptyPieces // nil: all pieces were protected
+	// lookLeft is how much longer Begin may look at blocks before it protects them.
+	// cannotScan says that the kernel has no PAGEMAP_SCAN. The others are buffers for
+	// the results of a look.
 	lookLeft    time.Duration
 	cannotScan  bool
 	lookRegions []pageRegion
 	lookEntries []uint64
-	runs        []extent.Run // what Copy was asked for
+	runs        []extent.Run // the runs that Copy was called with
 	planned     atomic.Bool
-	// completed says that nothing has to be saved any more, rebased that the
+	// completed says that no page has to be saved any more, rebased that the
 	// layer is part of the stack.
 	completed, rebased atomic.Bool
 
@@ -93,29 +98,29 @@ type Capture struct {
 	shared  uint64
 }
 
-// block is a piece of RAM of blockSize.
+// block is blockSize bytes of RAM.
 type block struct {
 	mu sync.Mutex // protects own, direct, absent, before and known, and is held while released changes
 	// released says that its pages may have changed since the instant.
 	released atomic.Bool
-	// Bits for the pages: those in the file, or pending to be; those that were
-	// the process's own (known when it is released); those that were stored
-	// before it was known whether the layer is to have them; those that it is to
-	// have (constant once planned is set); those of them that were neither there
-	// nor protected (known when the block was copied).
+	// Bits for the pages. saved: those in the file, or pending to be stored.
+	// own: those that were the process's own (known once the block is released).
+	// direct: those that were stored before the plan was known. want: those that
+	// the layer is to have (constant once planned is set). absent: those of want
+	// that were neither present nor protected (known once the block was copied).
 	saved                     atomic.Uint32
 	own, direct, want, absent uint16
-	// before has the pages that were own when the block was looked at, before it was
-	// protected; known says that no other page became own in between. Both are
+	// before holds the pages that were own when the block was looked at, before it
+	// was protected. known says that no other page became own in between. Both are
 	// constant after Begin.
 	before uint16
 	known  bool
 }
 
-// CaptureStats says what a capture cost.
+// CaptureStats says how much a capture cost.
 type CaptureStats struct {
-	livefork.Stats // of Pause and Captured, which are not of the memory alone, it has none
-	// Shared is the bytes that this memory has from the layer since.
+	livefork.Stats // Pause and Captured are zero: they include more than the memory
+	// Shared is how many bytes this memory has mapped from the layer since.
 	Shared uint64
 }
 
@@ -139,7 +144,7 @@ func (m *Memory) newCapture(cfg CaptureConfig, open openFunc) *Capture {
 	c.reason = nil
 	c.blocks = make([]block, (m.size+blockSize-1)/blockSize)
 	for i := range c.blocks {
-		c.blocks[i].released.Store(true) // nothing is protected yet
+		c.blocks[i].released.Store(true) // no block is protected yet
 	}
 	c.served = make(chan struct{})
 	go c.serve()
@@ -148,7 +153,7 @@ func (m *Memory) newCapture(cfg CaptureConfig, open openFunc) *Capture {
 
 type openFunc func(device *os.File) (u userfaultfd, markers bool, err error)
 
-// prepare sets uffd, or leaves nothing behind.
+// prepare sets uffd. If it fails, it leaves no descriptors open.
 func (c *Capture) prepare(device *os.File, open openFunc) error {
 	u, markers, err := open(device)
 	if err != nil {
@@ -168,7 +173,7 @@ func (c *Capture) prepare(device *os.File, open openFunc) error {
 	return nil
 }
 
-// register registers all RAM; what is registered already stays so.
+// register registers all RAM. RAM that is already registered stays registered.
 func (c *Capture) register(u userfaultfd) error {
 	for i := range c.m.regions {
 		if err := u.register(c.m.regions[i].bytes); err != nil {
@@ -179,13 +184,13 @@ func (c *Capture) register(u userfaultfd) error {
 }
 
 // Early reports whether Announce and Arm can take most of the work out of
-// Begin: everywhere since Linux 6.4, before that only where files are mapped.
+// Begin: for all RAM since Linux 6.4, before that only where files are mapped.
 func (c *Capture) Early() bool {
 	return c.uffd >= 0 && (c.markers || c.leavesMarkers(extent.Run{Start: 0, Length: c.m.size}))
 }
 
-// Announce makes the host's writes heed the capture. It is called while the
-// guest and its devices stand still for a moment, before Arm.
+// Announce makes host writes observe the capture. It is called before Arm,
+// while the guest and its devices stand still for a moment.
 func (c *Capture) Announce() error {
 	if !c.m.live.CompareAndSwap(nil, c) {
 		return errors.New("capture memory: another capture goes on")
@@ -193,8 +198,9 @@ func (c *Capture) Announce() error {
 	return nil
 }
 
-// Arm protects everything that is there while the guest runs. What is written
-// meanwhile loses its protection again, and Begin has only that left to do.
+// Arm protects all present pages while the guest runs. A write meanwhile
+// removes the protection of its block, and Begin protects only those blocks
+// again.
 func (c *Capture) Arm() error {
 	if err := c.arm(); err != nil {
 		return fmt.Errorf("capture memory: %w", err)
@@ -210,13 +216,13 @@ func (c *Capture) arm() error {
 	if err := c.armReleased(); err != nil {
 		return err
 	}
-	// What was written in that time is done once more, in a fraction of the time: Begin
-	// is left with a fraction of it, too.
+	// Blocks that were written meanwhile are protected once more. This second pass
+	// takes a fraction of the time, so fewer blocks are left for Begin.
 	c.strikeFilled()
 	return c.armReleased()
 }
 
-// armReleased protects all blocks that are not protected, but for those in empty pieces.
+// armReleased protects all unprotected blocks, except those in empty pieces.
 func (c *Capture) armReleased() error {
 	var armed []extent.Run // of blocks
 	for i, end := uint64(0), uint64(len(c.blocks)); i < end; {
@@ -237,14 +243,14 @@ func (c *Capture) armReleased() error {
 }
 
 // registerAgain registers the mappings that discards have made since NewCapture.
-// Those that come after Announce are registered by Discard itself.
+// Discard itself registers those that it makes after Announce.
 func (c *Capture) registerAgain() error {
 	c.writers.Lock()
 	defer c.writers.Unlock()
 	return c.register(c.uffd)
 }
 
-// armStep protects up to n blocks, and says how many.
+// armStep protects up to n blocks, and returns how many.
 func (c *Capture) armStep(i, n uint64) (done uint64, err error) {
 	if n == 0 {
 		return 0, nil
@@ -266,9 +272,10 @@ func (c *Capture) armStep(i, n uint64) (done uint64, err error) {
 	return armable, c.protect(c.runOf(i, armable))
 }
 
-// armable says how many of n blocks, from i on, can be protected before the instant.
-// A page of anonymous memory that comes into being after it was protected must be
-// noticed: else nobody could tell whether that was before the instant.
+// armable returns how many of n blocks, from i on, can be protected before the
+// instant. If an anonymous page is first touched after its block was protected, the
+// capture must notice: otherwise it could not tell whether that was before the
+// instant.
 func (c *Capture) armable(i, n uint64) uint64 {
 	if c.markers {
 		return n
@@ -295,10 +302,10 @@ func (c *Capture) protect(s extent.Run) error {
 // not, why.
 func (c *Capture) Beside() (bool, error) { return c.uffd >= 0, c.reason }
 
-// Begin is the instant. The guest and its devices stand still.
+// Begin marks the instant. The guest and its devices stand still.
 func (c *Capture) Begin() error {
 	c.remember()
-	// An answer to a write of before may still be under way.
+	// An answer to an earlier write may still be in progress.
 	c.writers.Lock()
 	defer c.writers.Unlock()
 	c.begun.Store(true)
@@ -309,7 +316,7 @@ func (c *Capture) Begin() error {
 		if err := c.Announce(); err != nil {
 			return err
 		}
-		// Until now nobody has registered the mappings that discards have made.
+		// Mappings that discards have made until now are not registered yet.
 		if err := c.register(c.uffd); err != nil {
 			return fmt.Errorf("capture memory: %w", err)
 		}
@@ -320,7 +327,8 @@ func (c *Capture) Begin() error {
 	return nil
 }
 
-// protectRest protects what Arm has not, or what was written since.
+// protectRest protects the blocks that Arm has not protected, and those written
+// since.
 func (c *Capture) protectRest() error {
 	c.strikeFilled()
 	blocks := uint64(len(c.blocks))
@@ -331,7 +339,7 @@ func (c *Capture) protectRest() error {
 			n++
 		}
 		if n == 0 {
-			c.blocks[i].released.Store(false) // protected before, or in an empty piece: zeros until it is written to
+			c.blocks[i].released.Store(false) // protected before, or in an empty piece: zeros until it is written
 			continue
 		}
 		if err := c.lookStill(i, n); err != nil {
@@ -345,7 +353,7 @@ func (c *Capture) protectRest() error {
 	return nil
 }
 
-// remember notes what the guest's discards may change.
+// remember copies the state that later discards of the guest may change.
 func (c *Capture) remember() {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
@@ -358,13 +366,14 @@ func (c *Capture) layout(s extent.Run) []mapping {
 	return c.m.layout.within(s)
 }
 
-// fail makes the capture useless, and the guest go on.
+// fail makes the capture useless, so that the guest does not wait for it any
+// more.
 func (c *Capture) fail(err error) { c.failure.CompareAndSwap(nil, &err) }
 
-// Cancel makes Copy give up. It may be called at any time.
+// Cancel makes Copy fail. It may be called at any time.
 func (c *Capture) Cancel(reason error) { c.fail(reason) }
 
-// Err is why the capture failed, if it did.
+// Err returns the reason if the capture has failed.
 func (c *Capture) Err() error {
 	if p := c.failure.Load(); p != nil {
 		return *p
@@ -372,8 +381,8 @@ func (c *Capture) Err() error {
 	return nil
 }
 
-// releaseUnwanted lets the guest write to blocks [from, to) of which nothing
-// is to be saved any more.
+// releaseUnwanted makes the blocks [from, to) writable again. No page of them
+// has to be saved any more.
 func (c *Capture) releaseUnwanted(from, to uint64) error {
 	var errs []error
 	for i := from; i < to; {
@@ -389,8 +398,8 @@ func (c *Capture) releaseUnwanted(from, to uint64) error {
 	return errors.Join(errs...)
 }
 
-// lockUnreleased locks the blocks from i on up to the first that is released.
-// Who takes several locks takes them upwards.
+// lockUnreleased locks the blocks from i on, up to the first released block.
+// Several locks are always taken in ascending order.
 func (c *Capture) lockUnreleased(i, end uint64) (n uint64) {
 	for ; i < end; i++ {
 		c.blocks[i].mu.Lock()
@@ -404,7 +413,8 @@ func (c *Capture) lockUnreleased(i, end uint64) (n uint64) {
 }
 
 // lockShareable is lockUnreleased up to the first block with pages that were not
-// protected as they were not there: nobody notices who writes to those.
+// protected because they were absent: the capture does not notice writes to such
+// pages.
 func (c *Capture) lockShareable(i, end uint64) (n uint64) {
 	unreleased := c.lockUnreleased(i, end)
 	for n < unreleased && c.blocks[i+n].absent == 0 {
@@ -423,18 +433,18 @@ func (c *Capture) unlockReleased(i, n uint64) {
 	}
 }
 
-// Close takes all protection away. The layer is complete if Copy said so.
+// Close removes all protection. The layer is complete if Copy returned nil.
 func (c *Capture) Close() error {
 	if c.uffd < 0 {
 		return nil
 	}
 	err := c.releaseUnwanted(0, uint64(len(c.blocks)))
-	// From here on nothing is protected and host writes need no care.
+	// From here on no page is protected, and host writes need no care.
 	c.m.live.CompareAndSwap(c, nil)
 	var one = [8]byte{1}
 	_, stopErr := unix.Write(c.stop, one[:])
 	<-c.served
-	// A host write that began before may be about to use it.
+	// A host write that began earlier may be about to use uffd.
 	c.writers.Lock()
 	c.closed = true
 	err = errors.Join(err, stopErr, c.uffd.close(), unix.Close(c.stop), c.buffers.close())
@@ -445,8 +455,8 @@ func (c *Capture) Close() error {
 	return err
 }
 
-// disown says that what this capture stored will not be used, whatever of it
-// is mapped by now.
+// disown declares that the pages stored by this capture will not be used,
+// whether they are mapped by now or not.
 func (c *Capture) disown() {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()

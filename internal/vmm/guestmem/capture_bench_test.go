@@ -10,10 +10,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// BenchmarkCapture takes the parts of a capture apart: Arm (beside the guest), Begin
-// (in the pause) and List (after it), for 1 GiB of RAM of which one page in a hundred
-// is the process's own: the least of all times, as other processes only add to them.
-// late leaves all the work of Arm to Begin.
+// BenchmarkCapture measures the parts of a capture separately: Arm (beside the
+// guest), Begin (in the pause) and List (after it), for 1 GiB of RAM of which one
+// page in a hundred is the process's own. It reports the shortest times, because
+// other processes can only add to them. late leaves all the work of Arm to Begin.
 //
 //	go test ./internal/vmm/guestmem -run '^$' -bench Capture -benchtime 20x
 func BenchmarkCapture(b *testing.B) {
@@ -31,8 +31,8 @@ func BenchmarkCapture(b *testing.B) {
 	}
 }
 
-// benchmarkCapture captures again and again. Between Arm and Begin a page of each of
-// the first written pieces of 2 MiB is written to.
+// benchmarkCapture captures repeatedly. Between Arm and Begin it writes to a page of
+// each of the first written pieces of 2 MiB.
 func benchmarkCapture(b *testing.B, size uint64, layered, late bool, written uint64) {
 	open := func(path string, flags int) *os.File {
 		f, err := os.OpenFile(path, flags, 0)

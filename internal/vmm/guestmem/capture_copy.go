@@ -10,12 +10,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// listChunk is how many entries are read at once, a multiple of blockPages.
+// listChunk is how many page map entries are read at once, a multiple of
+// blockPages.
 const listChunk = 4096
 
-// List says what the layer of this capture has to hold: the pages that were
-// the process's own, and those of include, which are sorted. Pages that were
-// zeros are listed apart, and only where the stack has data.
+// List lists the pages that the layer of this capture must hold: those that
+// were the process's own, and those of include, which is sorted. Pages of zeros
+// are listed separately, and only where the stack has data.
 func (c *Capture) List(include []extent.Run) (data, zeros []extent.Run, err error) {
 	l := lister{
 		Capture: c, included: extent.Unite(include, c.orphan), mapped: c.mapped, discarded: c.discarded, entry: make([]uint64, listChunk),
@@ -77,7 +78,8 @@ func (l *lister) block(b []byte, start uint64, entry []uint64) error {
 		}
 	}
 	if s != nil {
-		// What was read is of the instant only if the block is still as it was.
+		// The content that was read is that of the instant only if the block is
+		// still unreleased.
 		if s.released.Load() {
 			s.mu.Lock()
 			own, zero = s.own, ^uint16(s.saved.Load())
@@ -98,7 +100,7 @@ func (l *lister) block(b []byte, start uint64, entry []uint64) error {
 	return nil
 }
 
-// write stores the pages of mask of a block, which begins at start.
+// write stores the pages in mask of a block that begins at start.
 func (c *Capture) write(bytes []byte, start uint64, mask uint16) error {
 	return eachRun(mask, func(first, n int) error {
 		return c.writeAt(bytes[first*PageSize:(first+n)*PageSize], start+uint64(first)*PageSize)
@@ -134,8 +136,8 @@ func eachRun(mask uint16, do func(first, n int) error) error {
 	return nil
 }
 
-// Copy stores the runs, which are sorted and do not overlap, and hold all
-// that List listed as data. Everything else is the guest's again at once.
+// Copy stores the runs, which are sorted, do not overlap and contain all data
+// that List listed. The guest can write to all other blocks at once.
 func (c *Capture) Copy(runs []extent.Run) error {
 	if err := c.copy(runs); err != nil {
 		c.fail(err)
@@ -158,7 +160,7 @@ func (c *Capture) copy(runs []extent.Run) error {
 	return c.complete()
 }
 
-// releaseUnplanned gives the guest the blocks of which the layer is to have nothing.
+// releaseUnplanned releases the blocks of which the layer will hold no page.
 func (c *Capture) releaseUnplanned() error {
 	next := uint64(0)
 	for _, s := range c.runs {
@@ -173,20 +175,20 @@ func (c *Capture) releaseUnplanned() error {
 	return c.releaseUnwanted(next, uint64(len(c.blocks)))
 }
 
-// complete stores all that the layer is to have.
+// complete stores all pages that the layer is to have.
 func (c *Capture) complete() error {
 	if err := c.copyBlocks(); err != nil {
 		return err
 	}
 	c.completed.Store(true)
-	// Whoever is about to save something, once more, does that before the file is
-	// given away.
+	// A thread may just be about to save a block once more. It does so before the
+	// file is given away.
 	c.writers.Lock()
 	defer c.writers.Unlock()
 	return nil
 }
 
-// plan notes for each block what the layer is to have of it.
+// plan notes for each block which of its pages the layer is to have.
 func (c *Capture) plan() {
 	for _, s := range c.runs {
 		for at := s.Start; at < s.End(); {
@@ -227,7 +229,7 @@ func (c *Capture) copyStill() error {
 	return nil
 }
 
-// Rebase makes the layer part of this memory's stack: what was copied counts as
+// Rebase makes the layer part of this memory's stack: the copied pages count as
 // unchanged from now on.
 func (c *Capture) Rebase() error {
 	if err := c.Err(); err != nil {
@@ -235,16 +237,16 @@ func (c *Capture) Rebase() error {
 	}
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	c.m.mapped, c.m.orphan = extent.Unite(c.m.mapped, c.runs), nil // they were among the runs
+	c.m.mapped, c.m.orphan = extent.Unite(c.m.mapped, c.runs), nil // the orphans were among the runs
 	c.rebased.Store(true)
 	return nil
 }
 
-// Share puts the file of a layer that Rebase has taken where private copies are,
-// as far as nothing was written there since.
+// Share maps the file of a layer that Rebase has accepted in the place of
+// private copies, except where the guest has written since.
 func (c *Capture) Share() error {
 	if err := c.Err(); err != nil || c.uffd < 0 {
-		return err // without userfaultfd nothing says what was written since
+		return err // without userfaultfd it is not known which pages were written since
 	}
 	c.m.mu.Lock()
 	c.m.shares++
@@ -264,20 +266,20 @@ func (c *Capture) Share() error {
 	return nil
 }
 
-// shareRest is between two steps of Share. Each invalidates mappings of KVM's,
-// and a page fault of the guest begins again when that happens meanwhile:
-// without rest it could wait for all steps.
+// shareRest is the time between two steps of Share. Each step invalidates
+// mappings of KVM's, and a page fault of the guest restarts if that happens
+// meanwhile. Without rest the guest could wait for all steps.
 const shareRest = 100 * time.Microsecond
 
-// rest gives the processor away for a moment, but does not sleep: on a busy
-// host that would take milliseconds, and the next fork may be waiting.
+// rest yields the processor for a moment, but does not sleep: on a busy host
+// that would take milliseconds, and the next fork may be waiting.
 func rest() {
 	for began := time.Now(); time.Since(began) < shareRest; {
 		giveWay()
 	}
 }
 
-// shareStep maps one piece from at on, and says where to go on.
+// shareStep maps one piece from at on, and returns where to continue.
 func (c *Capture) shareStep(at, end uint64, source int) (next uint64, err error) {
 	first := at / blockSize
 	n := c.lockShareable(first, min((end+blockSize-1)/blockSize, first+stepBlocks))
@@ -298,7 +300,8 @@ func (c *Capture) shareStep(at, end uint64, source int) (next uint64, err error)
 			return fmt.Errorf("map the new layer: %w", err)
 		}
 		at += uint64(len(b))
-		// Who waited for a page that is gone tries the new one.
+		// A thread that waited for a page that is now unmapped tries the new
+		// page.
 		return c.uffd.wake(b)
 	})
 	if err == nil && whole.Start < piece.Start {
@@ -311,13 +314,13 @@ func (c *Capture) shareStep(at, end uint64, source int) (next uint64, err error)
 	return piece.End(), err
 }
 
-// overCapture says that a file of an earlier capture is mapped somewhere in a
-// piece: as long as it is, all of that file stays in memory.
+// overCapture reports whether a file of an earlier capture is mapped anywhere
+// in a piece. As long as it is, all of that file stays in memory.
 func (c *Capture) overCapture(s extent.Run) bool {
 	return slices.ContainsFunc(c.layout(s), func(p mapping) bool { return p.source > c.m.restored })
 }
 
-// place notes a mapping that is about to be made, unless there are too many.
+// place records a mapping that is about to be made, unless there are too many.
 func (c *Capture) place(s extent.Run, source int) bool {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()

@@ -15,58 +15,58 @@ import (
 // Which pages are the process's own
 //
 // The layer of a capture has to hold the pages that were the process's own at the
-// instant: private pages, and not pages of a file, nor nothing. The page map tells
-// them apart only for pages that are present. An entry that is not present, that does
-// not say "file" and that is write-protected is one of three:
+// instant: private pages, as opposed to pages of a file and absent pages. The page
+// map tells them apart only for pages that are present. An entry that is not present,
+// that does not say "file" and that is write-protected is one of three:
 //
-//   - a marker: the kernel leaves one where it protects a page that is not there;
+//   - a marker: the kernel leaves one where it protects an absent page;
 //   - an own page that is swapped out;
 //   - an own page that the kernel is moving (compaction, NUMA balancing, a huge page
-//     that is being split). Such an entry keeps the protection that the page had, and
-//     gets it when the page is protected meanwhile.
+//     that is being split). Such an entry keeps the protection of the page, and
+//     becomes protected if the page is protected meanwhile.
 //
-// A marker exists only where something is protected. So each block is looked at
-// before it is protected, while an entry that says "swapped" and not "file" is an own
-// page for certain. block.before has the pages that were own then. These rules decide
-// (isOwn), for a block that is not released:
+// Markers exist only in protected memory. So each block is looked at before it is
+// protected: at that time an entry that says "swapped" and not "file" is an own page
+// for certain. block.before records the own pages of that look. For a block that is
+// not released these rules decide (isOwn):
 //
-//   - not protected: the page came into being after the instant. The kernel keeps the
+//   - not protected: the page was first touched after the instant. The kernel keeps the
 //     protection of a page that it swaps out, moves or splits, and the host discards
 //     pages only of blocks that it has released. Only a page that is merged with others
 //     (KSM) loses it: package lockdown forbids that.
-//   - present: the file bit decides. (A vCPU that waits to write to a page of a file
-//     has its copy already: that counts as own. To store too much is harmless.)
+//   - present: the file bit decides. (If a vCPU waits to write to a page of a file, it
+//     has its copy already, which counts as own. Storing too much is harmless.)
 //   - swapped, and of a file: not own. The kernel is moving a page of the file.
 //   - swapped, and own before: own.
 //   - swapped, not own before, and the block is known: a marker, not own.
-//   - swapped, and the block is not known: the page is read, which waits until the
-//     kernel has moved it, and looked at again. If that does not tell, it is own.
+//   - swapped, and the block is not known: isOwn reads the page, which waits until the
+//     kernel has moved it, and looks again. If it still cannot tell, the page is own.
 //
 // A block is known if no page of it became own between the look and the protection.
-// After that none does, until the block is released: a write is noticed first.
+// After that no page can become own until the block is released, because the
+// capture notices a write first.
 //
 //   - Begin looks and protects while the guest stands still: the block is known.
 //     Looking has a budget of time there (lookTime); a block beyond it is not known.
 //   - Arm looks and protects 4 MiB at a time while the guest runs and host writes wait
 //     (Capture.writers). In the microseconds between the two a vCPU may write to a page
-//     for the first time. The kernel cannot look and protect at once, so Arm looks once
-//     more when all is protected (lookAgain). A page that is present and own by now,
-//     and was not before, is added to before, and no block of its 2 MiB is known: other
-//     pages there may have been written in that time, too. List sees such a page as
-//     well, as soon as the kernel has moved it. What remains is a page that a vCPU wrote
-//     to for the first time in these microseconds, that it did not write to again until
-//     the instant (which would release the block), that is the only such page of its
-//     2 MiB, and that the kernel began to move at once and is still moving when List
-//     comes.
-//   - A block that was written to after that was released. Arm does it once more, and
-//     Begin after that, each with a new look.
+//     for the first time. The kernel cannot look and protect at once, so Arm looks again
+//     when all blocks are protected (lookAgain). If a page is present and own by now, but
+//     was not before, it is added to before, and the blocks of its 2 MiB are not known
+//     any more: other pages there may have been written in that time, too. List also
+//     sees such a page as soon as the kernel has moved it. One case remains: a vCPU wrote
+//     to a page for the first time in these microseconds and not again until the instant
+//     (which would release the block), it is the only such page of its 2 MiB, and the
+//     kernel began to move it at once and is still moving it when List comes.
+//   - A block that was written to after that was released. Arm protects it once more, and
+//     then Begin, each after a new look.
 //
-// Kernels before 6.4 leave no markers in anonymous memory: what is not present there,
-// but protected, is own. Mappings of files have markers on all kernels that can
-// protect them.
+// Kernels before 6.4 leave no markers in anonymous memory: there a page that is not
+// present, but protected, is own. Mappings of files have markers on all kernels that
+// can protect them.
 //
-// Close takes all protection away, and with it all markers: the next capture meets
-// none. If it did, it would take a marker for an own page, and store too much.
+// Close removes all protection, and with it all markers, so the next capture meets
+// no old ones. It would take a marker for an own page, and store too much.
 
 // Flags of an entry of /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst).
 const (
@@ -77,9 +77,9 @@ const (
 	pagemapEntry     = 8
 )
 
-// lookTime is for how long Begin looks at blocks that it is about to protect. The
-// guest stands still meanwhile. What is left is looked at after the pause, for which
-// pages must be read: that takes a hundred times as long.
+// lookTime is how long Begin looks at blocks before it protects them; the guest
+// stands still meanwhile. The remaining blocks are looked at after the pause. That
+// needs reads of their pages, which take a hundred times as long.
 const lookTime = 150 * time.Microsecond
 
 // lookBlocks is how many blocks Begin looks at before it looks at the clock.
@@ -98,13 +98,13 @@ func readEntries(pagemap *os.File, b []byte, into []uint64) error {
 	return nil
 }
 
-// isOwn decides from its entry whether page k of a block, of which nothing changes
-// meanwhile, was the process's own at the instant. b is nil without userfaultfd: then
-// nothing is protected, and there are no markers.
+// isOwn decides from its entry whether page k of a block was the process's own at the
+// instant. The block must not change meanwhile. b is nil without userfaultfd: then no
+// page is protected, and there are no markers.
 func (c *Capture) isOwn(b *block, k int, entry uint64, page []byte) (bool, error) {
 	switch {
 	case b != nil && entry&pagemapProtected == 0:
-		return false, nil // it came into being later, or is still not there
+		return false, nil // it was first touched later, or is still absent
 	case entry&(pagemapPresent|pagemapSwapped) == 0 || entry&pagemapFile != 0:
 		return false, nil
 	case entry&pagemapPresent != 0 || b == nil || b.before>>k&1 != 0:
@@ -112,7 +112,7 @@ func (c *Capture) isOwn(b *block, k int, entry uint64, page []byte) (bool, error
 	case b.known:
 		return false, nil // a marker
 	}
-	_ = isZero(page) // waits until the kernel has moved it, and brings it in if it is swapped out
+	_ = isZero(page) // waits until the kernel has moved the page; swaps it in if necessary
 	var again [1]uint64
 	if err := c.entries(page, again[:]); err != nil {
 		return false, err
@@ -120,8 +120,8 @@ func (c *Capture) isOwn(b *block, k int, entry uint64, page []byte) (bool, error
 	return again[0]&pagemapFile == 0, nil
 }
 
-// protected says which pages of a block are still protected. It is right for a block
-// that is not released: the others were not there at the instant.
+// protected returns which pages of a block are still protected. For a block that is
+// not released, the other pages were absent at the instant.
 func (c *Capture) protected(entry []uint64) (still uint16) {
 	for k, e := range entry {
 		if e&pagemapProtected != 0 {
@@ -131,8 +131,8 @@ func (c *Capture) protected(entry []uint64) (still uint16) {
 	return still
 }
 
-// ownOf says which pages of a block, of which nothing changes meanwhile, were the
-// process's own at the instant.
+// ownOf returns which pages of a block were the process's own at the instant. The
+// block must not change meanwhile.
 func (c *Capture) ownOf(b *block, bytes []byte, entry []uint64) (own uint16, err error) {
 	if b != nil && !b.known {
 		if err := c.bringIn(b, bytes, entry); err != nil {
@@ -151,8 +151,8 @@ func (c *Capture) ownOf(b *block, bytes []byte, entry []uint64) (own uint16, err
 	return own, nil
 }
 
-// bringIn reads what isOwn would read of a block that is not known, all at once, and
-// looks at the block again. One page after the other takes many times as long.
+// bringIn reads the pages of a block that isOwn would have to read, all at once, and
+// then reads their entries again. Reading them one by one takes many times as long.
 func (c *Capture) bringIn(b *block, bytes []byte, entry []uint64) error {
 	var unsure uint16
 	for k, e := range entry {
@@ -165,7 +165,7 @@ func (c *Capture) bringIn(b *block, bytes []byte, entry []uint64) error {
 		return nil
 	}
 	_ = eachRun(unsure, func(first, n int) error {
-		// What it does not bring in isOwn reads by itself.
+		// isOwn itself reads the pages that this misses.
 		_ = unix.Madvise(bytes[first*PageSize:(first+n)*PageSize], unix.MADV_POPULATE_READ)
 		return nil
 	})
@@ -173,7 +173,7 @@ func (c *Capture) bringIn(b *block, bytes []byte, entry []uint64) error {
 }
 
 // lookBefore notes which pages of n blocks are own, just before they are protected.
-// Nothing of them is protected yet.
+// No page of them is protected yet.
 func (c *Capture) lookBefore(i, n uint64) error {
 	for k := i; k < i+n; k++ {
 		c.blocks[k].before, c.blocks[k].known = 0, true
@@ -209,9 +209,9 @@ func (c *Capture) lookAgain(armed []extent.Run) error {
 	return nil
 }
 
-// lookStill is lookBefore for Begin, where a guest waits for it. Blocks for which there
-// is no time are not known. What was own before they were armed, if they were, is
-// likely to be own still.
+// lookStill is lookBefore for Begin, while the guest waits. Blocks beyond the time
+// budget are not known. If such a block was armed before, the pages that were own then
+// are likely to be own still.
 func (c *Capture) lookStill(i, n uint64) error {
 	for end := i + n; i < end; {
 		k := min(lookBlocks, end-i)
@@ -232,7 +232,7 @@ func (c *Capture) lookStill(i, n uint64) error {
 	return nil
 }
 
-// leavesMarkers reports whether to protect a run may leave markers in it.
+// leavesMarkers reports whether protecting a run may leave markers in it.
 func (c *Capture) leavesMarkers(s extent.Run) bool {
 	if c.markers {
 		return true
@@ -245,7 +245,8 @@ func (c *Capture) leavesMarkers(s extent.Run) bool {
 	return false
 }
 
-// allOwn notes that what is not present in n blocks, but protected, is own.
+// allOwn notes that in n blocks all pages that are protected, but not present,
+// are own.
 func (c *Capture) allOwn(i, n uint64) {
 	for k := i; k < i+n; k++ {
 		c.blocks[k].before, c.blocks[k].known = ^uint16(0), true
@@ -258,9 +259,9 @@ func (c *Capture) unknown(i, n uint64) {
 	}
 }
 
-// eachOwn calls do with the pages of each block in a run that are in one of some
-// states (pageIsPresent, pageIsSwapped) and not of a file; a block may come more than
-// once.
+// eachOwn calls do for each block in a run with the pages that are in one of the
+// given states (pageIsPresent, pageIsSwapped) and do not belong to a file. It may
+// call do for a block more than once.
 func (c *Capture) eachOwn(s extent.Run, states uint64, do func(block uint64, pages uint16)) error {
 	return c.m.pieces(s, func(r *Region, offset uint64, piece extent.Run) error {
 		b := r.bytes[offset : offset+piece.Length]
@@ -275,7 +276,7 @@ func (c *Capture) eachOwn(s extent.Run, states uint64, do func(block uint64, pag
 	})
 }
 
-// readOwn is eachOwn by reading the page map, an entry for each page.
+// readOwn is eachOwn by reading the page map, which has an entry for each page.
 func (c *Capture) readOwn(b []byte, start, states uint64, do func(block uint64, pages uint16)) error {
 	var flags uint64
 	if states&pageIsPresent != 0 {
@@ -309,8 +310,8 @@ func (c *Capture) readOwn(b []byte, start, states uint64, do func(block uint64, 
 	return nil
 }
 
-// scanOwn is eachOwn by PAGEMAP_SCAN, which passes over pages in other states and is
-// several times as fast where most are.
+// scanOwn is eachOwn by PAGEMAP_SCAN, which skips pages in other states. That is
+// several times as fast if most pages are skipped.
 func (c *Capture) scanOwn(b []byte, start, states uint64, do func(block uint64, pages uint16)) error {
 	if c.lookRegions == nil {
 		c.lookRegions = make([]pageRegion, stepBlocks*blockPages/2)

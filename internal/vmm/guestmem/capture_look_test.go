@@ -9,7 +9,8 @@ import (
 	"agentrun.dev/internal/storage/extent"
 )
 
-// lookGuest is 8 MiB of a layer, with a capture of it that is not armed yet.
+// lookGuest makes 8 MiB of RAM over a layer, with a capture that is not armed
+// yet.
 func lookGuest(t *testing.T) (*Memory, *Capture) {
 	t.Helper()
 	content := make([]byte, 8<<20)
@@ -37,7 +38,7 @@ func lookGuest(t *testing.T) (*Memory, *Capture) {
 	return m, c
 }
 
-// TestVerdicts: what an entry of the page map says about a page.
+// TestVerdicts checks the meaning of each kind of page map entry.
 func TestVerdicts(t *testing.T) {
 	m, c := lookGuest(t)
 	scratch := newMemfd(t, nil)
@@ -75,7 +76,7 @@ func TestVerdicts(t *testing.T) {
 	if own, err := c.isOwn(&block{}, 0, swapped, m.regions[0].bytes[:PageSize]); err != nil || !own {
 		t.Errorf("an own page in a block that is not known: own %t (%v)", own, err)
 	}
-	// While a guest stands still nothing is protected.
+	// Without userfaultfd no page is protected.
 	for entry, want := range map[uint64]bool{
 		0: false, pagemapPresent: true, pagemapSwapped: true, pagemapPresent | pagemapFile: false, pagemapSwapped | pagemapFile: false,
 	} {
@@ -85,8 +86,9 @@ func TestVerdicts(t *testing.T) {
 	}
 }
 
-// TestWrittenBetweenLookAndProtection: a page that a vCPU writes to just between the
-// two is noted as own, whatever state it is in later, and the blocks around it are read.
+// TestWrittenBetweenLookAndProtection: a page that a vCPU writes to between the look and
+// the protection is noted as own, whatever state it is in later, and the blocks around
+// it are read.
 func TestWrittenBetweenLookAndProtection(t *testing.T) {
 	m, c := lookGuest(t)
 	scratch := newMemfd(t, nil)
@@ -118,8 +120,8 @@ func TestWrittenBetweenLookAndProtection(t *testing.T) {
 	}
 }
 
-// TestCaptureWhilePagesMoveBefore64: as on kernels before Linux 6.4, which leave no
-// markers in anonymous memory, and cannot list own pages by themselves.
+// TestCaptureWhilePagesMoveBefore64 simulates kernels before Linux 6.4, which leave
+// no markers in anonymous memory and cannot list own pages by themselves.
 func TestCaptureWhilePagesMoveBefore64(t *testing.T) {
 	for _, layered := range []bool{false, true} {
 		t.Run(fmt.Sprintf("layered=%t", layered), func(t *testing.T) {
@@ -133,7 +135,8 @@ func TestCaptureWhilePagesMoveBefore64(t *testing.T) {
 	}
 }
 
-// TestArmAgain: what was written after it was armed can be armed again, with a new look.
+// TestArmAgain: blocks written after they were armed can be armed again, with a new
+// look.
 func TestArmAgain(t *testing.T) {
 	m, c := lookGuest(t)
 	scratch := newMemfd(t, nil)
@@ -143,7 +146,7 @@ func TestArmAgain(t *testing.T) {
 	const page = 5*blockPages + 3
 	guestWrite(t, m, scratch, page*PageSize, []byte{2})
 	written := &c.blocks[page/blockPages]
-	c.writers.Lock() // the writer goes on a moment before its answer is done
+	c.writers.Lock() // the writer continues just before serve is done with it
 	released := written.released.Load()
 	c.writers.Unlock()
 	if !released {
@@ -172,8 +175,8 @@ func TestArmAgain(t *testing.T) {
 	}
 }
 
-// TestExpect: what the host is about to write to is there when the guest stands still,
-// and is nobody's change.
+// TestExpect: pages that the host is about to write are present when the guest stands
+// still, and do not count as changed.
 func TestExpect(t *testing.T) {
 	m, c := lookGuest(t)
 	if err := c.Arm(); err != nil {
@@ -201,7 +204,7 @@ func TestExpect(t *testing.T) {
 	}
 }
 
-// TestExpectNothing: where there is no file there is nothing to bring in.
+// TestExpectNothing: Expect brings in no pages of anonymous memory.
 func TestExpectNothing(t *testing.T) {
 	m := newMemory(t, 1<<20)
 	pagemap := openFile(t, "/proc/self/pagemap", os.O_RDONLY)

@@ -12,16 +12,17 @@ import (
 // bufferCount is how many blocks can wait to be stored.
 const bufferCount = 32
 
-// buffers is memory for blocks that a guest's write waits for. To store one in
-// the file costs a new page for each of its pages, and a turn with whoever is
-// storing others; to copy it to memory that is there takes microseconds.
+// buffers is memory for blocks that a write of the guest waits for. Storing a
+// block in the file would cost a new page for each of its pages, and waiting
+// for the goroutine that stores others. Copying it to memory that is already
+// allocated takes microseconds.
 type buffers struct {
 	memory []byte
-	// Each is in one of these, or with somebody who fills or stores it.
+	// Each element is in one of these channels, or is being filled or stored.
 	free, pending chan *held
 }
 
-// held is a block's content, at the same offsets, as far as mask says.
+// held is the content of a block, at the same offsets, for the pages in mask.
 type held struct {
 	bytes []byte
 	block uint64
@@ -34,7 +35,7 @@ func newBuffers() (*buffers, error) {
 		return nil, fmt.Errorf("make room for blocks that are waited for: %w", err)
 	}
 	for at := 0; at < len(memory); at += PageSize {
-		memory[at] = 1 // now, not when somebody waits
+		memory[at] = 1 // allocate it now, not while the guest waits
 	}
 	b := &buffers{memory: memory, free: make(chan *held, bufferCount), pending: make(chan *held, bufferCount)}
 	for at := 0; at < len(memory); at += blockSize {
@@ -45,8 +46,8 @@ func newBuffers() (*buffers, error) {
 
 func (b *buffers) close() error { return unix.Munmap(b.memory) }
 
-// save makes sure of a locked, unreleased block's content: of all that was
-// there, or, once that is known, of what the layer is to have.
+// save secures the content of a locked, unreleased block: all protected pages
+// or, once the plan is known, those that the layer is to have.
 func (c *Capture) save(i uint64) error {
 	b := &c.blocks[i]
 	want := ^uint16(0)
@@ -61,7 +62,7 @@ func (c *Capture) save(i uint64) error {
 		if err := c.entries(bytes, entry); err != nil {
 			return err
 		}
-		if !planned { // List will ask
+		if !planned { // List will need it
 			own, err := c.ownOf(b, bytes, entry)
 			if err != nil {
 				return err
@@ -75,7 +76,7 @@ func (c *Capture) save(i uint64) error {
 		select {
 		case h := <-c.buffers.free:
 			h.fill(i, bytes, need)
-			c.buffers.pending <- h // it has room for all
+			c.buffers.pending <- h // the channel has room for all buffers
 		default:
 			if err := c.write(bytes, s.Start, need); err != nil {
 				return err
@@ -89,9 +90,10 @@ func (c *Capture) save(i uint64) error {
 	})
 }
 
-// Expect says that the host will write to n bytes at gpa right after the instant,
-// while the guest waits: what is saved then is brought in now. Where no file is
-// mapped there is nothing to bring in, and reading would only make pages.
+// Expect announces that the host will write n bytes at gpa right after the
+// instant, while the guest waits. It reads the pages that will be saved then, so
+// that they are present. It skips anonymous memory: reading would only allocate
+// pages.
 func (c *Capture) Expect(gpa, n uint64) {
 	first := ramOffset(gpa) / blockSize
 	whole := c.runOf(first, (ramOffset(gpa)+n-1)/blockSize+1-first)
@@ -102,19 +104,19 @@ func (c *Capture) Expect(gpa, n uint64) {
 	}
 }
 
-// fill takes the pages of mask.
+// fill copies the pages in mask.
 func (h *held) fill(block uint64, bytes []byte, mask uint16) {
 	h.block, h.mask = block, mask
 	_ = eachRun(mask, func(first, n int) error {
 		copy(h.bytes[first*PageSize:(first+n)*PageSize], bytes[first*PageSize:])
-		return nil // as always
+		return nil // it never fails
 	})
 }
 
-// copyBlocks stores all that the layer is to have. For a while it lets everybody
-// else of its cgroup run before each block. Not by a lower priority: a copier
-// that is not given a processor would have others wait for what it has locked in
-// the kernel.
+// copyBlocks stores all pages that the layer is to have. For a while it yields
+// to all other threads of its cgroup before each block. A lower priority would
+// not do: a copier that gets no processor would make others wait for its locks
+// in the kernel.
 func (c *Capture) copyBlocks() error {
 	k := copier{c, held{bytes: make([]byte, blockSize)}}
 	began := time.Now()
@@ -126,11 +128,11 @@ func (c *Capture) copyBlocks() error {
 			return err
 		}
 	}
-	// Whoever released a block that was not reached yet has made it wait before.
+	// A block released before the loop reached it is already pending.
 	return k.storePending()
 }
 
-// giveWay lets other threads run that are ready to.
+// giveWay yields to other threads that are ready to run.
 func giveWay() {
 	_, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0) // it never fails
 }
@@ -141,7 +143,7 @@ type copier struct {
 	buffer held
 }
 
-// storePending stores what waits, which makes room for more.
+// storePending stores the pending blocks, which frees their buffers.
 func (c *copier) storePending() error {
 	for {
 		select {
@@ -157,8 +159,8 @@ func (c *copier) storePending() error {
 	}
 }
 
-// block completes what the layer has of a block. Nobody who waits for the
-// block waits for this.
+// block completes the layer's part of a block. It does not delay a thread that
+// waits for the block.
 func (c *copier) block(i uint64) error {
 	b := &c.blocks[i]
 	if err := c.aside(i); err != nil {
@@ -169,24 +171,24 @@ func (c *copier) block(i uint64) error {
 	b.absent = absent
 	b.mu.Unlock()
 	start := i * blockSize
-	// Pages that were not there are zeros: holes would be filled by the first
-	// who reads them.
+	// Absent pages were zeros. They are allocated, because the first reader
+	// would fill a hole.
 	err := eachRun(absent, func(first, n int) error {
 		return c.allocate(0, extent.Run{Start: start + uint64(first)*PageSize, Length: uint64(n) * PageSize})
 	})
 	if err != nil {
 		return err
 	}
-	// What was stored before it was known that nobody needs it.
+	// These were stored before it was known that the layer does not need them.
 	return eachRun(direct&^b.want, func(first, n int) error {
 		const punch = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
 		return c.allocate(punch, extent.Run{Start: start + uint64(first)*PageSize, Length: uint64(n) * PageSize})
 	})
 }
 
-// aside copies what the layer is to have of a block and, if the block was not
-// released meanwhile, stores it: whatever happens to the block then, the copy
-// is of the instant.
+// aside copies the wanted pages of a block. It stores the copy only if the
+// block was not released meanwhile: then the copy has the content of the
+// instant, whatever happens to the block later.
 func (c *copier) aside(i uint64) error {
 	b := &c.blocks[i]
 	if b.released.Load() || b.want&^uint16(b.saved.Load()) == 0 {
@@ -201,7 +203,7 @@ func (c *copier) aside(i uint64) error {
 		}
 		c.buffer.fill(i, bytes, b.want&c.protected(entry))
 		if b.released.Load() {
-			return nil // who did that has saved it
+			return nil // the thread that released it has saved it
 		}
 		if err := c.write(c.buffer.bytes, s.Start, c.buffer.mask); err != nil {
 			return err

@@ -9,7 +9,7 @@ import (
 	"agentrun.dev/internal/vmm/livefork"
 )
 
-// Stats may be called at any time.
+// Stats returns the current measurements. It may be called at any time.
 func (c *Capture) Stats() CaptureStats {
 	return CaptureStats{livefork.Stats{
 		Waits: c.waits.Count(), MedianWait: c.waits.Quantile(0.5), P99Wait: c.waits.Quantile(0.99), LongestWait: c.waits.Longest(),
@@ -17,18 +17,19 @@ func (c *Capture) Stats() CaptureStats {
 	}, c.shared}
 }
 
-// serve answers the guest's writes to protected pages, until Close.
+// serve answers the guest's writes to protected pages until Close.
 func (c *Capture) serve() {
 	defer close(c.served)
-	// Never unlocked: the thread, which is not like others, ends with it.
+	// Never unlocked: this thread has special settings, and ends with the
+	// goroutine.
 	runtime.LockOSThread()
-	goruntime.Prompt() // the copier is busy beside it
+	goruntime.Prompt() // the copier competes with it for the processor
 	var messages [uffdMessagesPerRead]uffdMessage
 	for {
 		got, err := c.uffd.wait(c.stop, &messages)
 		if err != nil {
-			// Nobody can be answered any more. Closing the descriptor takes
-			// the protection away and wakes all.
+			// No write can be answered any more. Closing the descriptor removes
+			// the protection and wakes all waiting threads.
 			c.fail(err)
 			return
 		}
@@ -47,13 +48,13 @@ func (c *Capture) serve() {
 				if err != nil {
 					c.fail(err)
 				}
-				c.waits.Add(time.Since(began)) // all were there when it began
+				c.waits.Add(time.Since(began)) // all of them were waiting when it began
 			}
 		}
 	}
 }
 
-// answer lets a vCPU that waits for a block go on.
+// answer lets a vCPU that waits for a block continue.
 func (c *Capture) answer(i uint64) error {
 	if c.saves() {
 		return c.release(i, true)
@@ -61,20 +62,20 @@ func (c *Capture) answer(i uint64) error {
 	if err := c.releaseAround(i); err != nil {
 		return err
 	}
-	// It may have come to wait while its block was being released.
+	// The vCPU may have begun to wait while its block was being released.
 	return c.m.each(c.runOf(i, 1), c.uffd.wake)
 }
 
-// saves reports whether a block may have to be saved before it is written to:
-// not before the instant, and not any more when the layer is complete.
+// saves reports whether a block may have to be saved before it is written. That
+// is so from the instant until Rebase has accepted the layer.
 func (c *Capture) saves() bool { return c.begun.Load() && !c.rebased.Load() }
 
-// releaseAround lets go of all of the huge page of a block, of which nothing has
-// to be saved: it stays one, and who writes here will write there. Mostly it was let
-// go before.
+// releaseAround releases the whole huge page of a block, of which no page has to be
+// saved. So it remains a huge page, and a guest that writes here will soon write to
+// the rest. Mostly it was released before.
 func (c *Capture) releaseAround(i uint64) error {
 	b := &c.blocks[i]
-	b.mu.Lock() // who is releasing it is done then
+	b.mu.Lock() // waits until a release in progress is complete
 	released := b.released.Load()
 	b.mu.Unlock()
 	if released {
@@ -84,7 +85,7 @@ func (c *Capture) releaseAround(i uint64) error {
 	return c.releaseUnwanted(first, min(first+hugeBlocks, uint64(len(c.blocks))))
 }
 
-// offsetOf is where in RAM a host address is.
+// offsetOf converts a host address to an offset in RAM.
 func (m *Memory) offsetOf(address uintptr) (uint64, bool) {
 	for i := range m.regions {
 		r := &m.regions[i]
@@ -114,14 +115,15 @@ func (c *Capture) releaseRun(offset, n uint64) error {
 	return nil
 }
 
-// release saves a block and lets it be written, once the instant has come. waiter
-// says that a vCPU may be waiting for it.
+// release makes a block writable. Once the instant has come, it saves the block
+// first. waiter says that a vCPU may be waiting for it.
 func (c *Capture) release(i uint64, waiter bool) error {
 	b := &c.blocks[i]
 	run := c.runOf(i, 1)
 	if c.planned.Load() && b.want == 0 {
-		// Nothing of it is stored or shared: who takes its protection away does
-		// no harm, and need not wait for those who do so in large steps.
+		// No page of it is stored or shared. So it does no harm to remove its
+		// protection without the lock, and without waiting for threads that
+		// release large steps.
 		if b.released.Load() && !waiter {
 			return nil
 		}
@@ -130,13 +132,13 @@ func (c *Capture) release(i uint64, waiter bool) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.released.Load() {
-		if waiter { // it came to wait while the block was being released
+		if waiter { // it began to wait while the block was being released
 			return c.m.each(run, c.uffd.wake)
 		}
 		return nil
 	}
-	// When all is copied there is nothing more to save; a capture that failed is
-	// not completed.
+	// When everything is copied, no page has to be saved. A capture that failed
+	// is never completed.
 	if !c.completed.Load() && c.Err() == nil {
 		if err := c.save(i); err != nil {
 			c.fail(err)
@@ -146,13 +148,13 @@ func (c *Capture) release(i uint64, waiter bool) error {
 	return c.unprotect(run)
 }
 
-// runOf is the RAM of n blocks from i on.
+// runOf returns the RAM of n blocks from i on.
 func (c *Capture) runOf(i, n uint64) extent.Run {
 	start := i * blockSize
 	return extent.Run{Start: start, Length: min(start+n*blockSize, c.m.size) - start}
 }
 
-// unprotect makes a run writable; its blocks are locked.
+// unprotect makes a run writable; the caller has locked its blocks.
 func (c *Capture) unprotect(s extent.Run) error {
 	return c.m.each(s, func(b []byte) error { return c.uffd.protect(b, false) })
 }

@@ -21,31 +21,32 @@ var captureSteps = []string{
 	"NewCapture", "Announce", "Arm", "Begin", "List", "plan", "release", "Copy", "Rebase", "Share", "Close",
 }
 
-// stepGuest is a memory, what it should hold, and what its stack holds.
+// stepGuest is a memory, its expected content and the content of its stack.
 type stepGuest struct {
 	t          *testing.T
 	m          *Memory
 	now, stack []byte
 	actors     []*actor
-	gate       sync.RWMutex // held for reading by an actor at work, for writing while the guest stands still
+	gate       sync.RWMutex // held for reading by a working actor, for writing while the guest stands still
 }
 
-// stepHow says how a memory is captured.
+// stepHow is a way to capture a memory.
 type stepHow struct {
 	late  bool // without Arm
 	hasty bool // without time to look at pages in the pause
 	still bool // without userfaultfd
-	old   bool // as before Linux 6.4
+	old   bool // as on kernels before Linux 6.4
 	share bool
-	// at is called after each step, with its name. The guest stands still at no step.
+	// at is called after each step, with the name of the step. The guest does not
+	// stand still then.
 	at func(step string)
 }
 
-// stepSize has a last block that is not whole.
+// stepSize makes the last block a partial one.
 const stepSize = 16<<20 + 5*PageSize
 
-// newStepGuest makes RAM of a layer, with zeros between, or anonymous RAM of which half is
-// written to.
+// newStepGuest makes RAM of a layer with zeros in between, or anonymous RAM of which half
+// is written.
 func newStepGuest(t *testing.T, r *rand.Rand, layered bool) *stepGuest {
 	g := &stepGuest{t: t, now: make([]byte, stepSize)}
 	content := make([]byte, 12<<20)
@@ -86,8 +87,8 @@ func newStepGuest(t *testing.T, r *rand.Rand, layered bool) *stepGuest {
 	return g
 }
 
-// actor changes the pages that are its own: as a vCPU, as a device, or as a guest that
-// gives pages back.
+// actor changes its own pages like a vCPU, like a device, or like a guest that gives
+// pages back.
 type actor struct {
 	*stepGuest
 	r       *rand.Rand
@@ -96,11 +97,11 @@ type actor struct {
 	owns    func(page uint64) bool
 }
 
-// balloonFirst and balloonEnd are where the pages are that the balloon has for itself.
+// balloonFirst and balloonEnd bound the pages that only the balloon uses.
 const balloonFirst, balloonEnd = 9 << 20 / PageSize, 15 << 20 / PageSize
 
 // addActors adds a vCPU, a device, and a balloon that also writes. The pages of the
-// three lie beside each other; the balloon has some MiB of its own beside that.
+// three are interleaved; the balloon also has some MiB of its own.
 func (g *stepGuest) addActors(seed uint64) {
 	alone := func(page uint64) bool { return page >= balloonFirst && page < balloonEnd }
 	for i, a := range []actor{
@@ -113,7 +114,7 @@ func (g *stepGuest) addActors(seed uint64) {
 	}
 }
 
-// act changes something, once.
+// act makes one change.
 func (a *actor) act() error {
 	a.gate.RLock()
 	defer a.gate.RUnlock()
@@ -124,7 +125,7 @@ func (a *actor) act() error {
 	}
 }
 
-// piece is a part of a page with new content, which the model has already.
+// piece makes new content for part of a page, and puts it into the model.
 func (a *actor) piece(page uint64) (gpa uint64, p []byte) {
 	from := a.r.Uint64N(PageSize)
 	gpa = page*PageSize + from
@@ -177,7 +178,8 @@ func (a *actor) asDevice(page uint64) error {
 	}
 }
 
-// asBalloon discards pages, more than one if they are its own, or writes to them.
+// asBalloon discards pages, several at once if only the balloon uses them, or
+// writes to them.
 func (a *actor) asBalloon(page uint64) error {
 	if a.r.IntN(3) == 0 {
 		return a.asGuest(page)
@@ -192,15 +194,15 @@ func (a *actor) asBalloon(page uint64) error {
 	return a.m.Discard(page*PageSize, (end-page)*PageSize)
 }
 
-// standStill does something while nobody changes the memory.
+// standStill runs do while no actor changes the memory.
 func (g *stepGuest) standStill(do func() error) error {
 	g.gate.Lock()
 	defer g.gate.Unlock()
 	return do()
 }
 
-// taken is a capture that is done: what the memory was at the instant, and what it is
-// said to have been.
+// taken is a completed capture: the content of the memory at the instant, and the
+// captured content.
 type taken struct {
 	was, got    []byte
 	file        *os.File
@@ -251,7 +253,7 @@ func (g *stepGuest) capture(how stepHow) taken {
 	step("Begin", func() error { return g.standStill(begin) })
 	if !how.still {
 		step("List", list)
-		// Copy, in its parts.
+		// Copy, in parts.
 		step("plan", func() error {
 			c.runs = k.data
 			defer c.plan()
@@ -277,15 +279,15 @@ func (g *stepGuest) capture(how stepHow) taken {
 	return k
 }
 
-// oldUserfaultfd is one as before Linux 6.4: it cannot protect anonymous pages that are
-// not there.
+// oldUserfaultfd makes a userfaultfd as on kernels before Linux 6.4: it cannot protect
+// absent anonymous pages.
 func oldUserfaultfd(device *os.File) (userfaultfd, bool, error) {
 	u, err := openUserfaultfd(device, 0)
 	return u, false, err
 }
 
-// check compares a capture with its instant, and the memory with what was written and
-// discarded. Nobody changes it meanwhile.
+// check compares a capture with its instant, and the memory with all writes and
+// discards. No actor changes it meanwhile.
 func (g *stepGuest) check(k taken, shared bool) {
 	t := g.t
 	t.Helper()
@@ -306,7 +308,7 @@ func (g *stepGuest) check(k taken, shared bool) {
 	}
 }
 
-// checkUnprotected: a capture that is closed leaves neither protection nor markers.
+// checkUnprotected: a closed capture leaves neither protection nor markers.
 func (g *stepGuest) checkUnprotected() {
 	g.t.Helper()
 	entry := make([]uint64, stepSize/PageSize)
@@ -320,14 +322,14 @@ func (g *stepGuest) checkUnprotected() {
 	}
 }
 
-// TestDiscardAtEachStep: a guest gives pages back at one moment of a capture, which
-// does not fail for that, and has what was there at the instant.
+// TestDiscardAtEachStep: a guest gives pages back at one moment of a capture. The
+// capture does not fail, and holds the pages of the instant.
 func TestDiscardAtEachStep(t *testing.T) {
 	for _, step := range captureSteps {
 		for _, n := range []uint64{PageSize, blockSize, hugeSize + 7*PageSize} {
 			t.Run(fmt.Sprintf("%s/%dKiB", step, n>>10), func(t *testing.T) {
 				g := newStepGuest(t, rand.New(rand.NewPCG(n, 1)), true)
-				// One page before is the process's own.
+				// Before that, one page is the process's own.
 				if err := g.m.Write(9<<20, []byte{1}); err != nil {
 					t.Fatal(err)
 				}
@@ -347,8 +349,8 @@ func TestDiscardAtEachStep(t *testing.T) {
 	}
 }
 
-// TestCaptureSteps: vCPU, device and balloon change the memory after each step of a
-// capture, and of the next ones.
+// TestCaptureSteps: vCPU, device and balloon change the memory after each step of
+// several captures.
 func TestCaptureSteps(t *testing.T) {
 	eachWay(t, 1, func(t *testing.T, how stepHow, r *rand.Rand, g *stepGuest) {
 		change := func(string) {
@@ -369,8 +371,8 @@ func TestCaptureSteps(t *testing.T) {
 	})
 }
 
-// TestCaptureBeside: vCPU, device and balloon do not wait for steps to be done, but for
-// the moments at which a guest stands still.
+// TestCaptureBeside: vCPU, device and balloon do not wait for steps; they stop only
+// while the guest stands still.
 func TestCaptureBeside(t *testing.T) {
 	eachWay(t, 1, func(t *testing.T, how stepHow, r *rand.Rand, g *stepGuest) {
 		how.at = func(string) {}
@@ -392,7 +394,7 @@ func TestCaptureBeside(t *testing.T) {
 							return
 						}
 						changes.Add(1)
-						giveWay() // else the capture takes longest to get a processor
+						giveWay() // otherwise the capture hardly gets a processor
 					}
 				})
 			}
@@ -406,7 +408,7 @@ func TestCaptureBeside(t *testing.T) {
 }
 
 // eachWay runs a test for RAM of both kinds, captured in all ways, with some seeds.
-// In make soak it goes on for long.
+// In make soak it runs much longer.
 func eachWay(t *testing.T, seeds uint64, test func(t *testing.T, how stepHow, r *rand.Rand, g *stepGuest)) {
 	if soak.On() {
 		seeds *= 50

@@ -58,17 +58,17 @@ func guestWrite(t *testing.T, m *Memory, from *os.File, gpa uint64, p []byte) {
 	}
 }
 
-// captureModel is a memory, what it should hold, and what its stack holds.
+// captureModel is a memory, its expected content and the content of its stack.
 type captureModel struct {
 	t          *testing.T
 	r          *rand.Rand
 	m          *Memory
 	now, stack []byte
 	scratch    *os.File
-	old        bool // as before Linux 6.4
+	old        bool // as on kernels before Linux 6.4
 }
 
-// change writes somewhere, as the guest or as the host.
+// change writes to a random place, as the guest or as the host.
 func (c *captureModel) change() {
 	size := uint64(len(c.now))
 	at := c.r.Uint64N(size)
@@ -100,7 +100,7 @@ func (c *captureModel) change() {
 		if _, err = c.scratch.WriteAt(p, 0); err == nil {
 			_, err = c.scratch.Seek(1, 0)
 		}
-		if p = p[min(n, 2):]; err == nil { // the first byte is in no message, the second is its head
+		if p = p[min(n, 2):]; err == nil { // the first byte is not part of the message, the second is its head
 			_, err = c.m.ReadMessage(int(c.scratch.Fd()), make([]byte, 1), []Range{{at, uint32(len(p))}})
 		}
 	default:
@@ -112,9 +112,9 @@ func (c *captureModel) change() {
 	copy(c.now[at:], p)
 }
 
-// TestCaptureModel: whatever guest and host write before, during and after a
-// capture, it holds the memory of its instant, and the memory loses nothing;
-// with and without sharing, protecting ahead, time to look in the pause and userfaultfd.
+// TestCaptureModel: for any writes of guest and host before, during and after a capture,
+// the capture holds the memory of its instant, and the memory loses no write. It runs
+// with and without sharing, arming, time to look in the pause and userfaultfd.
 func TestCaptureModel(t *testing.T) {
 	for _, how := range []struct {
 		name               string
@@ -136,7 +136,7 @@ func TestCaptureModel(t *testing.T) {
 }
 
 func newCaptureModel(t *testing.T, seed uint64) *captureModel {
-	const size = 8<<20 + 5*PageSize // the second half is empty; the last block is not whole
+	const size = 8<<20 + 5*PageSize // the second half is empty; the last block is partial
 	c := &captureModel{t: t, r: rand.New(rand.NewPCG(seed, 1)), now: make([]byte, size), scratch: newMemfd(t, nil)}
 	base := make([]byte, 2<<20)
 	for i := range base {
@@ -274,7 +274,7 @@ func joined(runs []extent.Run, gap uint64) []extent.Run {
 }
 
 func firstDifference(a, b []byte) int {
-	if bytes.Equal(a, b) { // in one step: the race detector looks at each of the loop's
+	if bytes.Equal(a, b) { // in one step: the race detector checks each access of the loop
 		return -1
 	}
 	for i := range a {
@@ -285,9 +285,9 @@ func firstDifference(a, b []byte) int {
 	return -1
 }
 
-// checkFilled: a layer has its runs and nothing else: a hole would be filled by
-// the first who reads it, and what is beside costs memory. Pages that were allocated
-// and not written to count as filled, although SEEK_DATA passes over them.
+// checkFilled: a layer holds exactly its runs. The first reader would fill a hole,
+// and pages outside of the runs cost memory. Allocated pages that were not written
+// count as filled, although SEEK_DATA skips them.
 func checkFilled(t *testing.T, f *os.File, runs []extent.Run) {
 	t.Helper()
 	var got []extent.Run
@@ -319,8 +319,8 @@ func checkFilled(t *testing.T, f *os.File, runs []extent.Run) {
 	}
 }
 
-// TestCaptureRefuses: one capture at a time, and a file system that cannot be
-// protected is copied standing still.
+// TestCaptureRefuses: a second capture at the same time is refused. A file
+// system that cannot be protected is copied while the guest stands still.
 func TestCaptureRefuses(t *testing.T) {
 	pagemap, uffd := openFile(t, "/proc/self/pagemap", os.O_RDONLY), openFile(t, "/dev/userfaultfd", os.O_RDWR)
 	m, err := NewAnonymous(1 << 20)
@@ -383,8 +383,8 @@ func TestLayout(t *testing.T) {
 	}
 }
 
-// TestPromptServer: who answers the guest's writes has short slices, where the
-// kernel has slices of different lengths.
+// TestPromptServer: the thread that answers the guest's writes has short time
+// slices, if the kernel has slices of different lengths.
 func TestPromptServer(t *testing.T) {
 	own, err := unix.SchedGetAttr(0, 0)
 	if err != nil {
@@ -400,7 +400,7 @@ func TestPromptServer(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if a, err := unix.SchedGetAttr(tid, 0); err == nil && a.Runtime < own.Runtime { // it may have ended
+			if a, err := unix.SchedGetAttr(tid, 0); err == nil && a.Runtime < own.Runtime { // the thread may have ended
 				n++
 			}
 		}
@@ -419,15 +419,14 @@ func TestPromptServer(t *testing.T) {
 	if err := c.Begin(); err != nil {
 		t.Fatal(err)
 	}
-	guestWrite(t, m, scratch, 0, []byte{2}) // has been answered then
+	guestWrite(t, m, scratch, 0, []byte{2}) // the write returns once it was answered
 	if shorter() == 0 && own.Runtime != 0 {
 		t.Error("no thread has short slices")
 	}
 }
 
-// TestWrittenEmptyPage: a page that was not there at the instant, in the middle of what
-// the layer has, may be written to afterwards without anybody noticing: sharing
-// must not take that away.
+// TestWrittenEmptyPage: a page in the middle of the layer's runs was absent at the
+// instant. A write to it afterwards goes unnoticed, so Share must not replace it.
 func TestWrittenEmptyPage(t *testing.T) {
 	pagemap, uffd := openFile(t, "/proc/self/pagemap", os.O_RDONLY), openFile(t, "/dev/userfaultfd", os.O_RDWR)
 	const pages, empty = 64, 21

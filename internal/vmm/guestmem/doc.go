@@ -14,11 +14,12 @@
 //	              │ RAM above the gap            │
 //	              └──────────────────────────────┘
 //
-// Every address that arrives here was chosen by the guest. Each call checks
-// the whole range before it touches a byte and returns ErrRange otherwise;
-// nothing panics. Callers copy what they need out of guest memory once, check
-// the copy and use the copy: the guest may change the original at any time.
+// Every address that arrives here was chosen by the guest. Each call checks the
+// whole range before it touches a byte, and returns ErrRange for a range
+// outside of RAM; no call panics. Callers copy the bytes that they need out of
+// guest memory once, check the copy and use the copy: the guest may change the
+// original at any time.
 //
-// Host writes go through this package and nowhere else, so that one place can
-// know which pages were written, discarded or (later) protected.
+// The host writes to guest memory only through this package. So one place knows
+// which pages were written, discarded or protected.
 package guestmem

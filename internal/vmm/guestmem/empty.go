@@ -35,7 +35,8 @@ var (
 	_ [24]byte = [unsafe.Sizeof(pageRegion{})]byte{}
 )
 
-// firstPage is where in b the first page is that is there, len(b) if none is.
+// firstPage returns the offset in b of the first page that is present or
+// swapped out, or len(b) if all of b is empty.
 func firstPage(pagemap *os.File, b []byte) (int, error) {
 	var pin runtime.Pinner
 	defer pin.Unpin()
@@ -57,9 +58,9 @@ func firstPage(pagemap *os.File, b []byte) (int, error) {
 	return int(r.start - start), nil
 }
 
-// scan returns how many regions were found. walkEnd is where to go on if there was no
-// room for more.
-// Invariant: what regions points to is pinned.
+// scan returns how many regions it found. If regions has no room for more, walkEnd is
+// where to continue.
+// Invariant: the memory that regions points to is pinned.
 func (a *pageScan) scan(pagemap *os.File) (int, error) {
 	a.size = uint64(unsafe.Sizeof(*a))
 	for {
@@ -74,23 +75,24 @@ func (a *pageScan) scan(pagemap *os.File) (int, error) {
 	}
 }
 
-// emptyPieces marks the pieces of anonymous RAM, each as large as a huge page, that are
-// empty. To protect what is not there takes a page table, with which a piece gets small pages
-// for ever: where there is nothing, nothing is protected. What comes into being there
-// after the instant was zeros.
+// emptyPieces marks the empty pieces of anonymous RAM, each the size of a huge page.
+// Protecting absent pages would allocate a page table, and with it the piece would get small
+// pages for ever. So empty pieces are not protected. A page that is first touched there after
+// the instant was zeros at the instant.
 type emptyPieces []bool
 
 // has reports whether a block is in an empty piece.
 func (p emptyPieces) has(block uint64) bool { return p != nil && p[block/hugeBlocks] }
 
-// strikeFilled strikes out the pieces that have pages by now.
+// strikeFilled removes the mark from pieces that have pages by now.
 func (c *Capture) strikeFilled() {
 	if !c.look(c.empty) {
 		c.empty = nil
 	}
 }
 
-// findEmpty is for Arm. It returns nil where the kernel cannot tell.
+// findEmpty finds the empty pieces for Arm. It returns nil if the kernel cannot
+// list pages.
 func (c *Capture) findEmpty() emptyPieces {
 	empty := make(emptyPieces, (uint64(len(c.blocks))+hugeBlocks-1)/hugeBlocks)
 	for i := range empty {
@@ -104,7 +106,8 @@ func (c *Capture) findEmpty() emptyPieces {
 	return empty
 }
 
-// look strikes out pieces that have pages. It is false where the kernel cannot tell.
+// look removes the mark from pieces that have pages. It returns false if the kernel
+// cannot list pages.
 func (c *Capture) look(empty emptyPieces) bool {
 	for i := 0; i < len(empty); i++ {
 		n := 0

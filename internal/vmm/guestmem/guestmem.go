@@ -17,7 +17,7 @@ const (
 	PageSize = 4096
 	// GapStart is the end of low RAM; device windows live between it and GapEnd.
 	GapStart = 0xC000_0000
-	// GapEnd is where RAM goes on when a guest has more than GapStart bytes.
+	// GapEnd is where RAM continues if a guest has more than GapStart bytes.
 	GapEnd = 0x1_0000_0000
 	// MaxSize bounds the RAM of one guest (1 TiB), far below the 46-bit
 	// physical addresses that every supported CPU has.
@@ -38,36 +38,37 @@ type Region struct {
 // Size is the length of the region in bytes.
 func (r Region) Size() uint64 { return uint64(len(r.bytes)) }
 
-// HostAddr is the host virtual address of the mapping, for
-// KVM_SET_USER_MEMORY_REGION and for nothing else.
+// HostAddr is the host virtual address of the mapping. Its only use is
+// KVM_SET_USER_MEMORY_REGION.
 func (r Region) HostAddr() uintptr { return addressOf(r.bytes) }
 
-// Memory is the RAM of one guest. Its methods are safe for concurrent use;
-// the guest itself is a concurrent user that obeys no lock.
+// Memory is the RAM of one guest. Its methods are safe for concurrent use. The
+// guest uses the memory at the same time and takes no lock.
 type Memory struct {
 	regions  []Region
 	size     uint64
-	restored int // how many mappings it began with
+	restored int // how many file mappings it began with
 
-	// live is the capture that goes on beside the guest: host writes must
-	// save what it protects. It changes only while nobody writes.
+	// live is the capture in progress beside the guest: before a host write,
+	// the protected pages must be saved. It changes only while no host write is
+	// in progress.
 	live atomic.Pointer[Capture]
 
 	mu              sync.Mutex   // protects all following fields
-	mapped          []extent.Run // where the stack that this memory began with, or was rebased to, has data
-	layout          layout       // what is mapped where
-	orphan          []extent.Run // mapped from a layer that is in nobody's stack: changed for ever
-	discardMappings int          // how many mappings discards have made
-	shares          int          // how many captures were shared
-	watch           userfaultfd  // 0: nobody watches
+	mapped          []extent.Run // where the stack has data that this memory began with, or was rebased to
+	layout          layout       // which file is mapped where
+	orphan          []extent.Run // mapped from a layer that no stack uses: these pages count as changed for ever
+	discardMappings int          // how many mappings Discard has made
+	shares          int          // how many captures Share was called for
+	watch           userfaultfd  // 0: Watch is not active
 }
 
-// hugeSize is that of a huge page: for RAM whose host addresses are multiples of
-// it where its own are, KVM maps huge pages as such.
+// hugeSize is the size of a huge page. KVM maps RAM with huge pages only if
+// guest and host addresses agree modulo this size.
 const hugeSize = 2 << 20
 
-// NewAnonymous maps size bytes of zeroed private memory. Pages cost nothing
-// until they are touched.
+// NewAnonymous maps size bytes of zeroed private memory. A page takes no memory
+// until it is touched.
 func NewAnonymous(size uint64) (*Memory, error) { return newAnonymous(size, hugeSize) }
 
 func newAnonymous(size, align uint64) (*Memory, error) {
@@ -111,7 +112,7 @@ func unmap(b []byte) error {
 
 type piece struct{ gpa, size uint64 }
 
-// split lays size bytes of RAM around the gap.
+// split divides size bytes of RAM into the parts below and above the gap.
 func split(size uint64) []piece {
 	if size <= GapStart {
 		return []piece{{0, size}}
@@ -119,7 +120,7 @@ func split(size uint64) []piece {
 	return []piece{{0, GapStart}, {GapEnd, size - GapStart}}
 }
 
-// Close unmaps the memory. No other call may be running or follow.
+// Close unmaps the memory. No other call may be running or come later.
 func (m *Memory) Close() error {
 	m.unwatch()
 	var errs []error
@@ -132,7 +133,7 @@ func (m *Memory) Close() error {
 	return errors.Join(errs...)
 }
 
-// Size is the total RAM in bytes.
+// Size is the size of all RAM in bytes.
 func (m *Memory) Size() uint64 { return m.size }
 
 // Regions lists the pieces of RAM in ascending order.
@@ -144,8 +145,8 @@ func (m *Memory) Contains(gpa, n uint64) bool {
 	return err == nil
 }
 
-// slice returns the host bytes of a range. It must not leave the package:
-// a caller that holds it could write past the checks made here.
+// slice returns the host bytes of a range. They must not leave the package,
+// because a caller could write past the checks made here.
 func (m *Memory) slice(gpa, n uint64) ([]byte, error) {
 	for i := range m.regions {
 		r := &m.regions[i]
@@ -171,8 +172,8 @@ func (m *Memory) Read(gpa uint64, p []byte) error {
 	return nil
 }
 
-// writing begins a write by the host, which ends with Capture.written. Without
-// a capture under way it costs one load.
+// writing begins a write by the host; Capture.written ends it. Without a
+// capture in progress its cost is one atomic load.
 func (m *Memory) writing() *Capture {
 	c := m.live.Load()
 	if c != nil {
@@ -188,8 +189,8 @@ func (c *Capture) written() {
 	}
 }
 
-// toWrite is slice for a caller that will write there, between writing and
-// written: a capture saves the old content first.
+// toWrite is slice for a caller that will write, between writing and written:
+// the capture saves the old content first.
 func (m *Memory) toWrite(c *Capture, gpa, n uint64) ([]byte, error) {
 	b, err := m.slice(gpa, n)
 	if err == nil && c != nil {
@@ -223,8 +224,8 @@ func (m *Memory) Zero(gpa, n uint64) error {
 }
 
 // LoadUint16 reads a little-endian 16-bit ring index or flag with acquire
-// ordering: what the guest wrote before it published the index is visible.
-// gpa must be 2-aligned, as virtio 1.2 §2.7 demands of every ring.
+// ordering: all writes that the guest made before it published the index are
+// visible. gpa must be 2-aligned, as virtio 1.2 §2.7 demands of every ring.
 func (m *Memory) LoadUint16(gpa uint64) (uint16, error) {
 	b, err := m.slice(gpa, 2)
 	if err != nil {
@@ -264,7 +265,7 @@ func pointer16(gpa uint64, b []byte) (*uint16, error) {
 }
 
 // Discard gives whole pages inside [gpa, gpa+n) back to the host; the guest
-// reads zeros there afterwards. Partial pages at the ends are kept.
+// then reads zeros there. Partial pages at the ends are kept.
 func (m *Memory) Discard(gpa, n uint64) error {
 	c := m.writing()
 	defer c.written()
@@ -290,7 +291,8 @@ func (m *Memory) Discard(gpa, n uint64) error {
 	return nil
 }
 
-// ramOffset is where an address of RAM is when the gap is not counted.
+// ramOffset converts a guest address to an offset in RAM that leaves out the
+// gap.
 func ramOffset(gpa uint64) uint64 {
 	if gpa >= GapEnd {
 		return gpa - (GapEnd - GapStart)
@@ -298,7 +300,8 @@ func ramOffset(gpa uint64) uint64 {
 	return gpa
 }
 
-// Range is a checked-by-use piece of guest memory, as a descriptor names it.
+// Range is a piece of guest memory as a descriptor names it. It is checked when
+// it is used.
 type Range struct {
 	GPA uint64
 	Len uint32
@@ -307,9 +310,9 @@ type Range struct {
 // maxIovecs is UIO_MAXIOV: the kernel refuses more in one call.
 const maxIovecs = 1024
 
-// ReadFile fills the ranges, in order, with the bytes of fd from offset on.
-// It returns how many bytes arrived; fewer than asked without an error means
-// the file ended.
+// ReadFile fills the ranges, in order, with the bytes of fd from offset on. It
+// returns the number of bytes read. If that is less than the length of the
+// ranges and the error is nil, the file has ended.
 func (m *Memory) ReadFile(fd int, offset int64, ranges []Range) (int64, error) {
 	c := m.writing()
 	defer c.written()
@@ -326,7 +329,7 @@ func (m *Memory) WriteFile(fd int, offset int64, ranges []Range) (int64, error) 
 	})
 }
 
-// transfer moves all ranges by vectored calls, going on after short ones.
+// transfer moves all ranges by vectored calls, and continues after short ones.
 func (m *Memory) transfer(ranges []Range, access func(gpa, n uint64) ([]byte, error), call func(iov [][]byte, done int64) (int, error)) (int64, error) {
 	iov := make([][]byte, 0, min(len(ranges), maxIovecs))
 	var done int64

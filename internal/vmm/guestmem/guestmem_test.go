@@ -35,7 +35,7 @@ func TestNewAnonymousRefuses(t *testing.T) {
 	}
 }
 
-// bigSize is RAM on both sides of the gap; next to nothing of it is touched.
+// bigSize is RAM on both sides of the gap; the tests touch very little of it.
 const bigSize = GapStart + 4*PageSize
 
 func TestLayoutAroundTheGap(t *testing.T) {
@@ -52,7 +52,7 @@ func TestLayoutAroundTheGap(t *testing.T) {
 	if len(r) != 2 || r[1].GPA != GapEnd || r[1].Size() != 4*PageSize || big.Size() != bigSize {
 		t.Fatalf("%d regions", len(r))
 	}
-	// Both pieces are memory of their own.
+	// The two pieces do not overlap.
 	for _, gpa := range []uint64{GapStart - 8, GapEnd, GapEnd + 4*PageSize - 8} {
 		want := []byte{byte(gpa >> 32), 2, 3, 4, 5, 6, 7, byte(gpa)}
 		got := make([]byte, 8)
@@ -62,7 +62,7 @@ func TestLayoutAroundTheGap(t *testing.T) {
 	}
 }
 
-// ranges that are not, or not wholly, inside bigSize bytes of RAM.
+// badRanges are not completely inside bigSize bytes of RAM.
 var badRanges = map[string]struct{ gpa, n uint64 }{
 	"in the gap":            {GapStart, 1},
 	"gap, page":             {0xD000_0000, PageSize},
@@ -116,7 +116,8 @@ func TestRangeChecks(t *testing.T) {
 	}
 }
 
-// TestNothingIsTouchedOnError: a range is checked whole before a byte moves.
+// TestNothingIsTouchedOnError: the whole range is checked before a byte is
+// copied.
 func TestNothingIsTouchedOnError(t *testing.T) {
 	m := newMemory(t, PageSize)
 	if err := m.Write(PageSize-4, []byte("abcdefgh")); !errors.Is(err, ErrRange) {
@@ -170,7 +171,8 @@ func TestUint16(t *testing.T) {
 	}
 }
 
-// TestUint16Publishes: what was written before an index is seen after it.
+// TestUint16Publishes: a reader that sees an index sees all writes made before
+// it.
 func TestUint16Publishes(t *testing.T) {
 	m := newMemory(t, PageSize)
 	const rounds = 20000
@@ -191,7 +193,8 @@ func TestUint16Publishes(t *testing.T) {
 			t.Fatalf("index went back from %d to %d", seen, i)
 		}
 		if i > 0 {
-			// The writer may be rounds ahead in this slot, but never behind.
+			// The writer may be some rounds ahead in this slot, but never
+			// behind.
 			if got, err := m.LoadUint16(slot(i)); err != nil || got < i {
 				t.Fatalf("index %d published before its data (%d), %v", i, got, err)
 			}
@@ -302,7 +305,7 @@ func TestReadAndWriteFile(t *testing.T) {
 	}
 }
 
-// TestManyRanges: more than one call takes.
+// TestManyRanges passes more ranges than one call accepts.
 func TestManyRanges(t *testing.T) {
 	m := newMemory(t, 16*PageSize)
 	const count = 2*maxIovecs + 5
@@ -333,7 +336,7 @@ func TestFileErrors(t *testing.T) {
 	if n, err := m.ReadFile(fd, 1000, []Range{{0, 4}}); err != nil || n != 0 {
 		t.Fatalf("beyond the end: %d, %v", n, err)
 	}
-	// A range in the middle is not memory: nothing is read.
+	// A range in the middle is outside of RAM: no byte is read.
 	if n, err := m.ReadFile(fd, 0, []Range{{0, 4}, {1 << 30, 4}}); !errors.Is(err, ErrRange) || n != 0 {
 		t.Fatalf("bad range: %d, %v", n, err)
 	}
@@ -352,7 +355,7 @@ func TestFileErrors(t *testing.T) {
 	}
 }
 
-// TestTransferGoesOn after short and interrupted calls.
+// TestTransferGoesOn: transfers continue after short and interrupted calls.
 func TestTransferGoesOn(t *testing.T) {
 	m := newMemory(t, PageSize)
 	calls := 0

@@ -12,10 +12,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestAligned: KVM maps huge pages as such only where host and guest addresses
-// agree.
+// TestAligned: KVM maps huge pages only if host and guest addresses agree.
 func TestAligned(t *testing.T) {
-	for range 4 { // by chance one may be
+	for range 4 { // one may be aligned by chance
 		for _, size := range []uint64{PageSize, hugeSize + PageSize, bigSize} {
 			m := newMemory(t, size)
 			for _, r := range m.Regions() {
@@ -27,7 +26,7 @@ func TestAligned(t *testing.T) {
 	}
 }
 
-// hugeBytes is how much of a memory is in huge pages.
+// hugeBytes returns how much of a memory is in huge pages.
 func hugeBytes(t *testing.T, m *Memory) (n uint64) {
 	t.Helper()
 	f := openFile(t, "/proc/self/smaps", os.O_RDONLY)
@@ -45,14 +44,14 @@ func hugeBytes(t *testing.T, m *Memory) (n uint64) {
 	return n
 }
 
-// TestHugePagesAreLetGoWhole: a guest that writes to memory of which nothing has to
-// be saved, not yet or no longer, waits once for each huge page, and keeps it. A
-// device does not even wait.
+// TestHugePagesAreLetGoWhole: before the instant and after the copy a guest waits
+// only once for each huge page that it writes to, and keeps the huge page. A device
+// does not wait at all.
 func TestHugePagesAreLetGoWhole(t *testing.T) {
 	const pages = 4
 	arm := func(t *testing.T, c *Capture) {
 		if !c.Early() {
-			return // nothing is protected then
+			return // without userfaultfd no page is protected
 		}
 		if err := errors.Join(c.Announce(), c.Arm()); err != nil {
 			t.Fatal(err)
@@ -87,7 +86,7 @@ func TestHugePagesAreLetGoWhole(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			pagemap, uffd := openFile(t, "/proc/self/pagemap", os.O_RDONLY), openFile(t, "/dev/userfaultfd", os.O_RDWR)
 			m, scratch := newMemory(t, pages*hugeSize), newMemfd(t, nil)
-			// Where the kernel has none, what is left to see is the number of waits.
+			// Without huge pages the test only checks the number of waits.
 			_ = unix.Madvise(m.regions[0].bytes, unix.MADV_HUGEPAGE)
 			one := []byte{1}
 			for at := uint64(0); at < m.size; at += PageSize {
@@ -105,7 +104,7 @@ func TestHugePagesAreLetGoWhole(t *testing.T) {
 			if now := hugeBytes(t, m); now != huge {
 				t.Errorf("of %d bytes in huge pages %d are left", huge, now)
 			}
-			// Who waited may go on before that is counted.
+			// The vCPU may continue before its wait is counted.
 			if err := capture.Close(); err != nil {
 				t.Fatal(err)
 			}
@@ -116,8 +115,8 @@ func TestHugePagesAreLetGoWhole(t *testing.T) {
 	}
 }
 
-// TestEmptyStaysEmpty: where nothing is when a memory is captured it gets huge pages
-// afterwards, and what came there before the instant is captured.
+// TestEmptyStaysEmpty: memory that is empty when it is captured still gets huge
+// pages afterwards. Pages that are touched before the instant are captured.
 func TestEmptyStaysEmpty(t *testing.T) {
 	const pages = 8
 	pagemap, uffd := openFile(t, "/proc/self/pagemap", os.O_RDONLY), openFile(t, "/dev/userfaultfd", os.O_RDWR)
@@ -125,7 +124,7 @@ func TestEmptyStaysEmpty(t *testing.T) {
 	_ = unix.Madvise(m.regions[0].bytes, unix.MADV_HUGEPAGE)
 	at := func(page uint64) uint64 { return page*hugeSize + 5*PageSize }
 	guestWrite(t, m, scratch, at(0), []byte{1})
-	one := hugeBytes(t, m) // none where the kernel has none
+	one := hugeBytes(t, m) // 0 if the kernel has no huge pages
 	c := m.NewCapture(CaptureConfig{Userfaultfd: uffd, Pagemap: pagemap, File: file})
 	if c.Early() {
 		if err := errors.Join(c.Announce(), c.Arm()); err != nil {
@@ -164,7 +163,8 @@ func TestEmptyStaysEmpty(t *testing.T) {
 			t.Errorf("huge page %d has %d, not %d (%v)", page, got[0], want, err)
 		}
 	}
-	// Those that were written during the copy are split, the others are not.
+	// Huge pages that were written during the copy are split, the others are
+	// not.
 	before := hugeBytes(t, m)
 	for _, page := range []uint64{1, 2, 4, 6, 7} {
 		guestWrite(t, m, scratch, at(page), []byte{9})
@@ -174,8 +174,8 @@ func TestEmptyStaysEmpty(t *testing.T) {
 	}
 }
 
-// canScan reports whether the kernel can tell where nothing is, without which all is
-// protected (Linux 6.4 to 6.6).
+// canScan reports whether the kernel can find empty memory. If it cannot (Linux 6.4
+// to 6.6), all memory is protected.
 func canScan(t *testing.T, pagemap *os.File) bool {
 	t.Helper()
 	b := make([]byte, PageSize)

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Mapping backs a piece of RAM with a file that nobody writes any more.
+// Mapping backs a piece of RAM with a file that is not written any more.
 type Mapping struct {
 	extent.Run
 	File *os.File
@@ -19,13 +19,13 @@ type Mapping struct {
 	Offset uint64
 }
 
-// maxDiscardMappings bounds the mappings that a guest's discards can make of RAM that is
-// backed by a file.
+// maxDiscardMappings bounds the mappings that a guest can create by discarding
+// file-backed RAM.
 const maxDiscardMappings = 256
 
-// NewLayered maps size bytes of RAM: private copies of the mappings' files
-// where there are any, zeros elsewhere. The zeros are anonymous memory: a fault
-// in a hole of a file would add a page to the file.
+// NewLayered maps size bytes of RAM: private copies of the mappings' files, and
+// zeros elsewhere. The zeros are anonymous memory, because a fault in a hole of
+// a file would add a page to the file.
 func NewLayered(size uint64, mappings []Mapping) (*Memory, error) {
 	align := uint64(hugeSize)
 	if len(mappings) > 0 {
@@ -36,8 +36,8 @@ func NewLayered(size uint64, mappings []Mapping) (*Memory, error) {
 		return nil, err
 	}
 	if len(mappings) > 0 {
-		// A fork is to own what it writes and not 2 MiB around it. Kernels
-		// without huge pages refuse, and need not be told.
+		// A write by a fork must copy one page, not the 2 MiB around it.
+		// Kernels without huge pages refuse this call, and do not need it.
 		for _, r := range m.regions {
 			_ = unix.Madvise(r.bytes, unix.MADV_NOHUGEPAGE)
 		}
@@ -52,7 +52,7 @@ func NewLayered(size uint64, mappings []Mapping) (*Memory, error) {
 	return m, nil
 }
 
-// mapFile maps one piece, in two parts if it lies on both sides of the gap.
+// mapFile maps one piece, in two parts if it spans the gap.
 func (m *Memory) mapFile(p Mapping, source int) error {
 	last := uint64(0)
 	if n := len(m.mapped); n > 0 {
@@ -73,8 +73,8 @@ func (m *Memory) mapFile(p Mapping, source int) error {
 	}, func(s extent.Run) { m.layout.place(s, source) })
 }
 
-// each calls do with the bytes of a run, region by region, and then after
-// with the part of the run.
+// each calls do with the bytes of a run, region by region, and then the
+// functions of after with that part of the run.
 func (m *Memory) each(s extent.Run, do func([]byte) error, after ...func(extent.Run)) error {
 	return m.pieces(s, func(r *Region, offset uint64, piece extent.Run) error {
 		if err := do(r.bytes[offset : offset+piece.Length]); err != nil {
@@ -87,13 +87,13 @@ func (m *Memory) each(s extent.Run, do func([]byte) error, after ...func(extent.
 	})
 }
 
-// EachGPA calls do with the guest's addresses of a run, region by region.
+// EachGPA calls do with the guest addresses of a run, region by region.
 func (m *Memory) EachGPA(s extent.Run, do func(gpa, size uint64) error) error {
 	return m.pieces(s, func(r *Region, offset uint64, piece extent.Run) error { return do(r.GPA+offset, piece.Length) })
 }
 
-// pieces calls do with the parts of a run in each region, and where in the region
-// they begin.
+// pieces calls do with the part of a run in each region and the offset of that
+// part in the region.
 func (m *Memory) pieces(s extent.Run, do func(r *Region, offset uint64, piece extent.Run) error) error {
 	base := uint64(0)
 	for i := range m.regions {
@@ -109,19 +109,19 @@ func (m *Memory) pieces(s extent.Run, do func(r *Region, offset uint64, piece ex
 	return nil
 }
 
-// mapFixed replaces the pages of b, which belong to a mapping of ours.
+// mapFixed replaces the pages of b, which must belong to our own mapping.
 func mapFixed(b []byte, fd int, offset int64, flags int) error {
 	_, err := unix.MmapPtr(fd, offset, unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b)),
 		unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_FIXED|unix.MAP_NORESERVE|flags)
 	return err
 }
 
-// discard drops the pages of a run so that they read as zeros. For memory
-// with a file behind it MADV_DONTNEED would bring the file's bytes back, so
-// such pages become anonymous memory, or, when a guest has made many such
-// mappings, are cleared. live is the capture that goes on, nil if none does: a new
-// mapping is registered for it, so that it can be protected like all others. Whoever
-// takes protection away in the moment before finds nothing protected.
+// discard drops the pages of a run so that they read as zeros. For file-backed
+// memory MADV_DONTNEED would bring the file's content back. So discard maps such
+// pages as anonymous memory or, after maxDiscardMappings such mappings, clears them.
+// live is the capture in progress, or nil. discard registers the new mapping for it,
+// so that it can be protected like all others. A thread that removes protection just
+// before that finds none to remove.
 func (m *Memory) discard(s extent.Run, live *Capture) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -143,27 +143,27 @@ func (m *Memory) discard(s extent.Run, live *Capture) error {
 			continue
 		}
 		if err := m.each(p.Run, live.uffd.register); err != nil {
-			live.fail(err) // the guest has discarded its pages all the same
+			live.fail(err) // the discard itself has succeeded
 		}
 	}
 	return nil
 }
 
-// Changed lists the pages that are not what NewLayered or NewAnonymous made
-// them: those of this process's own, as pagemap (an open /proc/self/pagemap)
-// tells, and those whose file was taken away. Pages of zeros are listed apart,
-// and only where the stack has data: elsewhere they are what they were. The
-// guest must stand still.
+// Changed lists the pages that differ from the state that NewLayered or
+// NewAnonymous made: private pages, as pagemap (an open /proc/self/pagemap)
+// shows them, and pages whose file mapping was removed. Pages of zeros are
+// listed separately, and only where the stack has data: elsewhere they have not
+// changed. The guest must stand still.
 func (m *Memory) Changed(pagemap *os.File) (data, zeros []extent.Run, err error) {
 	c := &Capture{m: m, pagemap: pagemap, uffd: -1}
 	c.remember()
 	return c.List(nil)
 }
 
-// Watch has Touched know what the guest reads until then, unless a capture comes
-// before: with userfaultfd (device is /dev/userfaultfd) the kernel maps only the
-// page that a read is for, and not some around it. It is of no consequence where
-// it fails.
+// Watch makes Touched list the pages that the guest reads until then, unless a
+// capture comes first. It uses userfaultfd (device is /dev/userfaultfd), with
+// which the kernel maps only the page that is read, not its neighbours. If Watch
+// fails, Touched lists no read pages.
 func (m *Memory) Watch(device *os.File) {
 	u, _, err := newUserfaultfd(device)
 	if err != nil {
@@ -171,7 +171,7 @@ func (m *Memory) Watch(device *os.File) {
 	}
 	for i := range m.regions {
 		if err := u.register(m.regions[i].bytes); err != nil {
-			_ = u.close() // nothing was done with it
+			_ = u.close() // no page was protected with it
 			return
 		}
 	}
@@ -185,13 +185,13 @@ func (m *Memory) unwatch() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.watch > 0 {
-		_ = m.watch.close() // nothing was done with it
+		_ = m.watch.close() // no page was protected with it
 		m.watch = 0
 	}
 }
 
-// Touched lists the pages that are this process's own, and, of memory that was
-// watched, those of the layers that were read. The guest may run.
+// Touched lists the private pages and, if Watch is active, the pages of the
+// layers that the guest has read. The guest may run.
 func (m *Memory) Touched(pagemap *os.File) (own, read []extent.Run, err error) {
 	m.mu.Lock()
 	watched := m.watch > 0
@@ -210,9 +210,9 @@ func (m *Memory) Touched(pagemap *os.File) (own, read []extent.Run, err error) {
 				page := start + uint64(off) + uint64(k)*PageSize
 				switch {
 				case e&pagemapPresent == 0 && (e&pagemapSwapped == 0 || e&pagemapProtected != 0):
-					// Not there. Of what a capture protects, a page that the kernel
-					// is moving cannot be told from one that is not there: the list
-					// is a hint, and may lack it.
+					// Not present. If a capture protects pages, a page that the
+					// kernel is moving looks like one that is not present. The list
+					// is only a hint, so it may lack such a page.
 				case e&pagemapFile == 0:
 					own = extent.Append(own, page, page+PageSize)
 				case watched:
@@ -225,10 +225,10 @@ func (m *Memory) Touched(pagemap *os.File) (own, read []extent.Run, err error) {
 	return own, read, nil
 }
 
-// Populate makes pages this process's own before the guest writes to them. To
-// do it for many at once is cheaper than a fault for each: two, mostly, since a
-// guest reads a page before it writes to it. It is of no consequence where it
-// fails (before Linux 5.14 the kernel cannot).
+// Populate copies pages before the guest writes to them. One call for many
+// pages is cheaper than a fault for each: mostly even two faults, because a
+// guest reads a page before it writes to it. A failure is ignored (before Linux
+// 5.14 the kernel cannot do it).
 func (m *Memory) Populate(runs []extent.Run) {
 	for _, s := range runs {
 		if s.Start > m.size || s.Length > m.size-s.Start {
@@ -238,7 +238,7 @@ func (m *Memory) Populate(runs []extent.Run) {
 	}
 }
 
-// runCursor answers for ascending offsets whether they lie in sorted runs.
+// runCursor reports for ascending offsets whether they lie in sorted runs.
 type runCursor []extent.Run
 
 func (c *runCursor) has(offset uint64) bool {
@@ -248,7 +248,7 @@ func (c *runCursor) has(offset uint64) bool {
 	return len(*c) > 0 && (*c)[0].Start <= offset
 }
 
-// isZero looks at eight bytes at a time.
+// isZero compares eight bytes at a time.
 func isZero(page []byte) bool {
 	words := unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(page))), len(page)/8)
 	for _, w := range words {

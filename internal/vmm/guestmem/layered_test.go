@@ -11,7 +11,7 @@ import (
 	"agentrun.dev/internal/storage/extent"
 )
 
-// layerFile is a file of n pages, page i filled with byte i+1.
+// layerFile makes a file of n pages, page i filled with byte i+1.
 func layerFile(t *testing.T, n int) *os.File {
 	t.Helper()
 	var b []byte
@@ -105,9 +105,9 @@ func TestLayeredIsPrivate(t *testing.T) {
 	}
 }
 
-// TestLayeredAgainstModel: random writes and discards, more of them than there
-// may be mappings for, against plain bytes; what Changed lists, laid over the layer,
-// gives the memory again.
+// TestLayeredAgainstModel compares random writes and discards, more of them than
+// there may be mappings for, with plain bytes. The pages that Changed lists, laid
+// over the layer, restore the memory.
 func TestLayeredAgainstModel(t *testing.T) {
 	const pages = 4096
 	f := layerFile(t, 200)
@@ -137,7 +137,7 @@ func TestLayeredAgainstModel(t *testing.T) {
 					t.Fatal(err)
 				}
 				copy(model[at+100:], p)
-			case 2: // reading alone changes nothing
+			case 2: // a read alone changes no page
 				if err := m.Read(at, make([]byte, n*PageSize)); err != nil {
 					t.Fatal(err)
 				}
@@ -169,7 +169,7 @@ func TestLayeredAgainstModel(t *testing.T) {
 		for _, s := range append(data, zeros...) {
 			listed += s.Length
 		}
-		if listed > 1600*PageSize { // of 1200 changes, and nothing that was only read
+		if listed > 1600*PageSize { // of 1200 changes, without pages that were only read
 			t.Errorf("seed %d: %d pages are listed as changed", seed, listed/PageSize)
 		}
 	}
@@ -184,8 +184,8 @@ func TestWriteRunsChecks(t *testing.T) {
 	}
 }
 
-// TestPopulate: pages are this process's own before anybody writes to them,
-// with the content of their file, and the list of them says so.
+// TestPopulate: Populate makes pages the process's own before they are written.
+// They have the content of their file, and Touched lists them.
 func TestPopulate(t *testing.T) {
 	f := layerFile(t, 16)
 	m := layered(t, 64*PageSize, Mapping{Run: run(8, 16), File: f})
@@ -194,7 +194,7 @@ func TestPopulate(t *testing.T) {
 		t.Fatalf("at first own %v, read %v, %v", own, read, err)
 	}
 	want := []extent.Run{run(9, 2), run(40, 1)}
-	m.Populate(append(want, run(1<<28, 1), run(63, 2))) // the last two are nowhere
+	m.Populate(append(want, run(1<<28, 1), run(63, 2))) // the last two are outside of RAM
 	own, _, err := m.Touched(pages)
 	if err != nil || !slices.Equal(own, want) {
 		t.Fatalf("own %v, %v, want %v", own, err, want)
@@ -208,8 +208,8 @@ func TestPopulate(t *testing.T) {
 	}
 }
 
-// TestWatch: what was read is known page by page, once, and not when a capture has
-// begun, which works as ever.
+// TestWatch: pages that were read are listed one by one, and only once. After a
+// capture has begun they are not listed, and the capture works as usual.
 func TestWatch(t *testing.T) {
 	f := newMemfd(t, bytes.Repeat([]byte{7}, 64*PageSize))
 	m := layered(t, 128*PageSize, Mapping{Run: run(32, 64), File: f})
@@ -245,7 +245,7 @@ func TestWatch(t *testing.T) {
 	if _, read, err := m.Touched(pages); err != nil || len(read) != 0 {
 		t.Errorf("read %v of memory that nobody watches, %v", read, err)
 	}
-	m.Watch(openFile(t, os.DevNull, os.O_RDWR)) // cannot be
+	m.Watch(openFile(t, os.DevNull, os.O_RDWR)) // this device does not work
 	if _, read, err := m.Touched(pages); err != nil || len(read) != 0 {
 		t.Errorf("read %v of memory that cannot be watched, %v", read, err)
 	}

@@ -6,26 +6,27 @@ import (
 	"agentrun.dev/internal/storage/extent"
 )
 
-// mapping is a piece of RAM that one call of mmap has made, or what is left of
-// it.
+// mapping is a piece of RAM that one mmap call has made, or the rest of such a
+// piece.
 type mapping struct {
 	extent.Run
-	// source is 0 for anonymous memory. Pieces of the same source that touch
-	// are one mapping for the kernel.
+	// source is 0 for anonymous memory. The kernel treats adjacent pieces of
+	// the same source as one mapping.
 	source int
 }
 
-// layout is the mappings of all RAM, in order and without gaps between them.
-// The kernel protects one mapping at a time (before Linux 6.5), and the time
-// to make a VM grows with their number.
+// layout lists the mappings of all RAM, in order and without gaps. It matters
+// because the kernel before Linux 6.5 protects only one mapping per call, and
+// because the time to make a VM grows with the number of mappings.
 type layout []mapping
 
-// place notes that s is mapped from source now.
+// place records that s is now mapped from source.
 func (l *layout) place(s extent.Run, source int) {
 	old := *l
 	var out layout
 	if n := len(old); n > 0 && old[n-1].Start <= s.Start {
-		// A memory is mapped in order: only its last piece is split.
+		// A new memory is mapped in ascending order: only the last piece has to
+		// be split.
 		last := [...]mapping{old[n-1]}
 		out, old = old[:n-1], last[:]
 	} else {
@@ -48,7 +49,7 @@ func (l *layout) place(s extent.Run, source int) {
 	*l = out
 }
 
-// add puts a piece at the end.
+// add appends a piece.
 func (l layout) add(p mapping) layout {
 	if n := len(l); n > 0 && l[n-1].End() == p.Start && p.continues(l[n-1]) {
 		l[n-1].Length += p.Length
@@ -57,8 +58,9 @@ func (l layout) add(p mapping) layout {
 	return append(l, p)
 }
 
-// continues reports whether p and prev, which touch, are one mapping. Those of
-// anonymous memory need not be, and behind the gap RAM goes on elsewhere.
+// continues reports whether p and prev, which are adjacent, are one mapping.
+// Adjacent pieces of anonymous memory may be several mappings, and RAM above
+// the gap is elsewhere in the host.
 func (p mapping) continues(prev mapping) bool {
 	return p.source != 0 && p.source == prev.source && p.Start != GapStart
 }
@@ -82,7 +84,7 @@ func (l layout) within(s extent.Run) []mapping {
 	return out
 }
 
-// without lists where, in sorted runs, nothing but anonymous memory is.
+// without lists the parts of sorted runs that have become anonymous memory.
 func (l layout) without(runs []extent.Run) (out []extent.Run) {
 	for _, s := range runs {
 		for _, p := range l.within(s) {

@@ -7,13 +7,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// MaxPieces is how many ranges ReadMessage and WriteMessage take: the kernel
-// refuses more in one call, and a message cannot be moved by two.
+// MaxPieces is how many ranges ReadMessage and WriteMessage accept: the kernel
+// refuses more in one call, and two calls would be two messages.
 const MaxPieces = maxIovecs - 1
 
-// WriteMessage sends one message over a socket that keeps messages apart: head,
-// which is the host's, and behind it what the ranges hold. Nothing was sent if
-// there is an error. Of a socket that does not wait it may be EAGAIN.
+// WriteMessage sends one message over a socket that preserves message
+// boundaries: head, which is host memory, followed by the content of the
+// ranges. If it returns an error, it has sent no part of the message. On a
+// non-blocking socket the error may be EAGAIN.
 func (m *Memory) WriteMessage(fd int, head []byte, ranges []Range) error {
 	var few [8][]byte // so that short messages allocate nothing
 	iov, want, err := vector(few[:0], head, ranges, m.slice)
@@ -33,8 +34,8 @@ func (m *Memory) WriteMessage(fd int, head []byte, ranges []Range) error {
 }
 
 // ReadMessage receives one message over such a socket: its beginning into head,
-// which is the host's, the rest into the ranges. It returns the length of what
-// arrived there; what did not fit is lost.
+// which is host memory, the rest into the ranges. It returns the number of
+// bytes stored; a longer message is cut off.
 func (m *Memory) ReadMessage(fd int, head []byte, ranges []Range) (int, error) {
 	c := m.writing()
 	defer c.written()
@@ -51,7 +52,7 @@ func (m *Memory) ReadMessage(fd int, head []byte, ranges []Range) (int, error) {
 	}
 }
 
-// vector makes the vector of a message, and returns how many bytes it names.
+// vector makes the I/O vector of a message and returns its length in bytes.
 func vector(iov [][]byte, head []byte, ranges []Range, access func(gpa, n uint64) ([]byte, error)) ([][]byte, int, error) {
 	if len(ranges) > MaxPieces {
 		return nil, 0, fmt.Errorf("%w: a message in %d pieces (%d are possible)", ErrRange, len(ranges), MaxPieces)

@@ -8,7 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestMessages: a message goes from many ranges over a socket to others.
+// TestMessages sends a message from many ranges over a socket to others.
 func TestMessages(t *testing.T) {
 	m := newMemory(t, 64*PageSize)
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
@@ -46,7 +46,8 @@ func TestMessages(t *testing.T) {
 	if !errors.Is(err, unix.EAGAIN) {
 		t.Fatalf("to a full socket: %v", err)
 	}
-	// What is longer than the ranges is lost, and nothing behind them is written.
+	// The rest of a longer message is lost, and the memory behind the ranges is
+	// not written.
 	if n, err := m.ReadMessage(fds[1], head, to[:1]); err != nil || n != 1004 {
 		t.Fatalf("%d bytes, %v", n, err)
 	}

@@ -17,9 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestCaptureWhilePagesMove: the kernel moves pages of the guest all the time
-// (compaction) while it is captured again and again, and while it writes to pages for
-// the first time. No capture lacks a page, or has an old one.
+// TestCaptureWhilePagesMove: the guest writes to pages for the first time and is
+// captured repeatedly, while the kernel moves its pages all the time (compaction). No
+// capture lacks a page or has an old one.
 func TestCaptureWhilePagesMove(t *testing.T) {
 	for _, layered := range []bool{false, true} {
 		t.Run(fmt.Sprintf("layered=%t", layered), func(t *testing.T) {
@@ -29,8 +29,8 @@ func TestCaptureWhilePagesMove(t *testing.T) {
 	}
 }
 
-// captureWhilePagesMove makes captures for some seconds, and for longer on a machine so
-// busy that the kernel has not moved a page by then.
+// captureWhilePagesMove makes captures for some seconds, and for longer if the kernel
+// has not moved a page by then, because the host is busy.
 func (g *movedGuest) captureWhilePagesMove(newCapture func(CaptureConfig) *Capture) {
 	t := g.t
 	compactMemory(t)
@@ -84,7 +84,7 @@ func compactMemory(t *testing.T) {
 	})
 }
 
-// movedPages is how many pages the kernel has moved.
+// movedPages returns how many pages the kernel has moved.
 func movedPages(t *testing.T) (n uint64) {
 	t.Helper()
 	text, err := os.ReadFile("/proc/vmstat")
@@ -101,7 +101,7 @@ func movedPages(t *testing.T) (n uint64) {
 	return n
 }
 
-// movedGuest is a guest whose pages begin with a number each. A vCPU of it writes
+// movedGuest is a guest whose pages each begin with a number. Its vCPU writes
 // while it is captured.
 type movedGuest struct {
 	t       *testing.T
@@ -109,14 +109,14 @@ type movedGuest struct {
 	r       *rand.Rand
 	m       *Memory
 	layered bool
-	// between lies among the guest's pages. When it is given back, the kernel has
-	// room to move the guest's pages to.
+	// between lies among the guest's pages. When it is freed, the kernel has room
+	// to move the guest's pages into.
 	between []byte
 	scratch *os.File
 
-	mu    sync.Mutex // held by the vCPU while it writes, and while it stands still
+	mu    sync.Mutex // held by the vCPU while it writes, and by the test while the guest stands still
 	now   []uint64   // the number of each page
-	stack []uint64   // what the layer below has
+	stack []uint64   // the number of each page in the layer below
 }
 
 const movedGuestPages = 48 << 20 / PageSize
@@ -154,8 +154,8 @@ func newMovedGuest(t *testing.T, layered bool) *movedGuest {
 	return g
 }
 
-// scatter begins anew with a guest whose pages lie among others that are given back.
-// Some of its pages it has not written to.
+// scatter makes a new guest whose pages lie among others that are then freed. The
+// guest has not written to all of its pages.
 func (g *movedGuest) scatter() {
 	b := g.m.regions[0].bytes
 	if err := unix.Madvise(b, unix.MADV_DONTNEED); err != nil {
@@ -182,8 +182,8 @@ func (g *movedGuest) write(page uint64) {
 	guestWrite(g.t, g.m, g.scratch, page*PageSize, p[:])
 }
 
-// run is the vCPU until the returned function is called. It is slow, so that there
-// are blocks to which it does not write.
+// run runs the vCPU until the returned function is called. The vCPU is slow, so
+// that it leaves some blocks unwritten.
 func (g *movedGuest) run() (end func()) {
 	stop, done := make(chan struct{}), make(chan struct{})
 	go func() {
@@ -202,7 +202,7 @@ func (g *movedGuest) run() (end func()) {
 	return func() { close(stop); <-done }
 }
 
-// capture compares each page of a capture with what it was at the instant.
+// capture compares each page of a capture with its content at the instant.
 func (g *movedGuest) capture(round int, newCapture func(CaptureConfig) *Capture) {
 	t := g.t
 	file := newMemfd(t, nil)
@@ -234,8 +234,8 @@ func (g *movedGuest) capture(round int, newCapture func(CaptureConfig) *Capture)
 		end = func() {}
 	}
 	data, zeros, err := c.List(nil)
-	// To copy takes longest, and the kernel moves pages in bursts: mostly it is enough
-	// to know what would be copied.
+	// Copying takes longest, and the kernel moves pages in bursts. So most rounds only
+	// list the pages to be copied.
 	copied := round%16 > 13
 	if err == nil && copied {
 		err = c.Copy(data)
@@ -276,7 +276,7 @@ func (g *movedGuest) capture(round int, newCapture func(CaptureConfig) *Capture)
 	if !copied {
 		return
 	}
-	// The memory itself has lost nothing.
+	// The memory itself has lost no write.
 	for p := range g.now {
 		var want [8]byte
 		binary.LittleEndian.PutUint64(want[:], g.now[p])

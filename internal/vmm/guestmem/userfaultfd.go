@@ -35,7 +35,7 @@ type (
 	// uffdMessage is struct uffd_msg of a page fault.
 	uffdMessage struct {
 		event   uint8
-		_       [15]uint8 // with the flags: only writes are asked for
+		_       [15]uint8 // includes the flags; only write faults are registered
 		address uint64
 		_       uint64
 	}
@@ -49,12 +49,12 @@ var (
 	_ [32]byte = [unsafe.Sizeof(uffdMessage{})]byte{}
 )
 
-// userfaultfd tells of writes to protected pages.
+// userfaultfd reports writes to protected pages.
 type userfaultfd int
 
-// newUserfaultfd makes one from /dev/userfaultfd that can protect shmem.
-// absent says that it protects anonymous pages that are not there, too (since
-// Linux 6.4).
+// newUserfaultfd makes a userfaultfd from /dev/userfaultfd that can protect
+// shmem. absent says that it also protects anonymous pages that are not present
+// (since Linux 6.4).
 func newUserfaultfd(device *os.File) (u userfaultfd, absent bool, err error) {
 	if u, err = openUserfaultfd(device, uffdFeatureAbsentWP); err == nil {
 		return u, true, nil
@@ -63,7 +63,8 @@ func newUserfaultfd(device *os.File) (u userfaultfd, absent bool, err error) {
 	return u, false, err
 }
 
-// openUserfaultfd makes one that can protect shmem and has some features beside.
+// openUserfaultfd makes a userfaultfd that can protect shmem and has some more
+// features.
 func openUserfaultfd(device *os.File, features uint64) (userfaultfd, error) {
 	r, _, errno := unix.Syscall(unix.SYS_IOCTL, device.Fd(), userfaultfdNew, unix.O_CLOEXEC|unix.O_NONBLOCK)
 	if errno != 0 {
@@ -79,7 +80,7 @@ func openUserfaultfd(device *os.File, features uint64) (userfaultfd, error) {
 
 func (u userfaultfd) close() error { return unix.Close(int(u)) }
 
-// ioctl repeats what the kernel could not do just then.
+// ioctl repeats a request that the kernel could not do just then.
 // Invariant: arg lives until the call returns.
 func (u userfaultfd) ioctl(request uintptr, arg unsafe.Pointer) error {
 	for {
@@ -94,7 +95,7 @@ func (u userfaultfd) ioctl(request uintptr, arg unsafe.Pointer) error {
 	}
 }
 
-// register makes the pages of b, of any number of mappings, protectable.
+// register makes the pages of b, which may span several mappings, protectable.
 func (u userfaultfd) register(b []byte) error {
 	r := uffdRegister{start: uint64(addressOf(b)), length: uint64(len(b)), mode: uffdRegisterWP}
 	if err := u.ioctl(uffdioRegister, unsafe.Pointer(&r)); err != nil {
@@ -103,10 +104,11 @@ func (u userfaultfd) register(b []byte) error {
 	return nil
 }
 
-// protect turns write protection of b on or off. Off wakes who waits there.
-// Older kernels do this in one mapping at a time: where one ends is found by
-// halving. A page that is not registered cannot be protected, and never is: that is
-// an error when protection is turned on only.
+// protect turns write protection of b on or off. Turning it off wakes the threads
+// that wait for these pages. Older kernels accept only one mapping per call;
+// protect finds the end of a mapping by halving. An unregistered page cannot be
+// protected and never is protected, so it is an error only when protection is
+// turned on.
 func (u userfaultfd) protect(b []byte, on bool) error {
 	w := uffdWriteProtect{start: uint64(addressOf(b)), length: uint64(len(b))}
 	if on {
@@ -123,7 +125,7 @@ func (u userfaultfd) protect(b []byte, on bool) error {
 	return nil
 }
 
-// wake lets who waits for pages of b try again.
+// wake makes threads that wait for pages of b try again.
 func (u userfaultfd) wake(b []byte) error {
 	r := uffdRange{start: uint64(addressOf(b)), length: uint64(len(b))}
 	if err := u.ioctl(uffdioWake, unsafe.Pointer(&r)); err != nil {
@@ -132,7 +134,8 @@ func (u userfaultfd) wake(b []byte) error {
 	return nil
 }
 
-// wait returns the addresses of writes that wait, none when stop is readable.
+// wait returns the addresses of waiting writes, or an empty list when stop is
+// readable.
 func (u userfaultfd) wait(stop int, messages *[uffdMessagesPerRead]uffdMessage) ([]uffdMessage, error) {
 	poll := []unix.PollFd{{Fd: int32(u), Events: unix.POLLIN}, {Fd: int32(stop), Events: unix.POLLIN}}
 	for {

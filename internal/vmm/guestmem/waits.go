@@ -6,16 +6,16 @@ import (
 	"time"
 )
 
-// Waits counts durations in classes of fixed widths: an octave has four. To
-// add one allocates nothing, and needs no lock.
+// Waits counts durations in classes: each octave is divided into four. Adding a
+// duration allocates no memory and needs no lock.
 type Waits struct {
 	classes [waitClasses]atomic.Uint32
 	longest atomic.Int64
 }
 
 const (
-	// waitUnit is the width of the first classes, waitClasses how many there
-	// are: the last begins at about an hour.
+	// waitUnit is the width of the first classes. waitClasses is the number of
+	// classes; the last begins at about an hour.
 	waitUnit    = time.Microsecond
 	waitParts   = 4
 	waitClasses = waitParts * 32
@@ -32,8 +32,8 @@ func (w *Waits) Add(d time.Duration) {
 	}
 }
 
-// waitClass is the class of a duration: one each below waitParts units, then
-// waitParts for each octave.
+// waitClass is the class of a duration: a class per unit below waitParts units,
+// then waitParts classes per octave.
 func waitClass(d time.Duration) int {
 	n := uint64(max(d, 0) / waitUnit)
 	if n < waitParts {
@@ -43,7 +43,7 @@ func waitClass(d time.Duration) int {
 	return min(waitParts*(octave-1)+int(n>>(octave-2)&(waitParts-1)), waitClasses-1)
 }
 
-// waitLimit is the least duration beyond a class.
+// waitLimit is the shortest duration above a class.
 func waitLimit(class int) time.Duration {
 	if class < waitParts {
 		return time.Duration(class+1) * waitUnit
@@ -52,7 +52,7 @@ func waitLimit(class int) time.Duration {
 	return time.Duration(waitParts+part+1) << (octave - 2) * waitUnit
 }
 
-// Count is how many there are.
+// Count is the number of durations.
 func (w *Waits) Count() (n uint64) {
 	for i := range w.classes {
 		n += uint64(w.classes[i].Load())
@@ -60,11 +60,11 @@ func (w *Waits) Count() (n uint64) {
 	return n
 }
 
-// Longest is exact.
+// Longest is the longest duration, exactly.
 func (w *Waits) Longest() time.Duration { return time.Duration(w.longest.Load()) }
 
-// Quantile is a duration that at least this part of all do not exceed, and by
-// at most a quarter too large; 0 if there are none.
+// Quantile returns a duration that the fraction q of all durations does not
+// exceed. It is at most a quarter too large. Without any durations it is 0.
 func (w *Waits) Quantile(q float64) time.Duration {
 	rank, seen := q*float64(w.Count()), uint64(0)
 	for i := range w.classes {

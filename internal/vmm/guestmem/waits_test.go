@@ -7,7 +7,8 @@ import (
 	"time"
 )
 
-// TestWaits: quantiles are those of the sample, or up to a quarter above.
+// TestWaits: each quantile equals that of the sample, or is at most a quarter
+// larger.
 func TestWaits(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 2))
 	var w Waits

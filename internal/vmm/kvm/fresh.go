@@ -5,8 +5,8 @@ import (
 	"sync"
 )
 
-// freshVCPU is what vCPUs begin with, as far as somebody has asked. It does not
-// change, and is the same for all that have the same CPUID.
+// freshVCPU holds the initial registers of vCPUs, as far as they were read.
+// They do not change, and are the same for all vCPUs with the same CPUID.
 type freshVCPU struct {
 	mu      sync.Mutex // protects all following fields
 	tscKHz  int        // 0: not asked
@@ -22,7 +22,7 @@ func (v *VM) FreshTSCFrequency(c *VCPU) (_ int, err error) {
 	if f.tscKHz == 0 {
 		fd := c.fd
 		if v.sys.CheckExtension(CapVMTSCControl) != 0 {
-			fd = v.fd // since Linux 5.16 the VM knows it, too, and is faster to ask
+			fd = v.fd // since Linux 5.16 the VM knows it, too, and answers faster
 		}
 		f.tscKHz, err = tscFrequency(fd)
 	}

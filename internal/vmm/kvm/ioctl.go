@@ -21,8 +21,8 @@ const (
 	kvmType = 0xAE
 )
 
-// requests are all numbers that request has made, which it does only while
-// the package is initialized.
+// requests are all numbers that the function request has made. It is called
+// only while the package is initialized.
 var requests []uint32
 
 func request(dir, nr, size uintptr) uintptr {
@@ -99,7 +99,7 @@ func ioctlPtr(fd int, req uintptr, arg unsafe.Pointer) (int, error) {
 // Capability is a KVM_CAP_* number.
 type Capability uintptr
 
-// Capabilities that the VMM asks for.
+// Capabilities that the VMM uses.
 const (
 	CapUserMemory       Capability = 3
 	CapExtCPUID         Capability = 7
@@ -134,7 +134,7 @@ type System struct {
 
 	fresh freshVCPU
 
-	capabilities sync.Map // answers of CheckExtension by Capability: they do not change
+	capabilities sync.Map // results of CheckExtension by Capability; they never change
 }
 
 // Open opens /dev/kvm and checks the API version.
@@ -150,7 +150,7 @@ func Open() (*System, error) {
 	return s, nil
 }
 
-// FromFile takes an open /dev/kvm, as a jailed process is given one.
+// FromFile uses an open /dev/kvm, as a jailed process receives it.
 func FromFile(f *os.File) (*System, error) {
 	v, err := ioctl(int(f.Fd()), reqGetAPIVersion, 0)
 	if err != nil {
@@ -169,12 +169,12 @@ func FromFile(f *os.File) (*System, error) {
 	return &System{file: f, mmapSize: size}, nil
 }
 
-// Close closes /dev/kvm; VMs made from it live on.
+// Close closes /dev/kvm; VMs made from it continue to work.
 func (s *System) Close() error { return s.file.Close() }
 
 func (s *System) fd() int { return int(s.file.Fd()) }
 
-// CheckExtension returns KVM's answer for a capability, 0 when it lacks it.
+// CheckExtension returns KVM's answer for a capability, 0 if KVM lacks it.
 func (s *System) CheckExtension(c Capability) int {
 	if r, ok := s.capabilities.Load(c); ok {
 		return r.(int)
@@ -195,9 +195,9 @@ type cpuidTable struct {
 	entries [MaxCPUIDEntries]CPUIDEntry
 }
 
-// SupportedCPUID lists what the host and KVM can offer a guest. It asks once:
-// where the host is itself a guest, KVM's hundred CPUID instructions cost as
-// much as a VM.
+// SupportedCPUID lists the CPUID entries that the host and KVM can offer a
+// guest. It asks KVM only once: if the host is itself a guest, KVM's hundred
+// CPUID instructions cost as much as a VM.
 func (s *System) SupportedCPUID() ([]CPUIDEntry, error) {
 	s.cpuidOnce.Do(func() {
 		t := &cpuidTable{n: MaxCPUIDEntries}
@@ -210,8 +210,8 @@ func (s *System) SupportedCPUID() ([]CPUIDEntry, error) {
 	return slices.Clone(s.cpuid), s.cpuidErr
 }
 
-// maxMSRIndices is more than any KVM lists, maxMSRs what one call takes
-// (fewer than MAX_IO_MSRS).
+// maxMSRIndices is more than any KVM lists. maxMSRs is how many one call
+// accepts (fewer than MAX_IO_MSRS).
 const (
 	maxMSRIndices = 1024
 	maxMSRs       = 255

@@ -23,7 +23,7 @@ func openKVM(t *testing.T) *System {
 	return sys
 }
 
-// newVCPU makes a machine with the LAPIC in the kernel, as all of ours have.
+// newVCPU makes a machine with the LAPIC in the kernel, as package vmm does.
 func newVCPU(t *testing.T, sys *System) *VCPU {
 	t.Helper()
 	vm, err := sys.CreateVM()
@@ -68,7 +68,7 @@ func TestFromFileRefusesOtherFiles(t *testing.T) {
 	}
 }
 
-// TestCapabilities: what a VM of ours cannot do without.
+// TestCapabilities: KVM has all capabilities that our VMs need.
 func TestCapabilities(t *testing.T) {
 	sys := openKVM(t)
 	for name, c := range map[string]Capability{
@@ -114,7 +114,7 @@ func TestMSRIndexList(t *testing.T) {
 	}
 }
 
-// MSRs of every x86-64 processor, and an index that none has.
+// MSRs that every x86-64 processor has, and an index that does not exist.
 const (
 	msrSysenterESP = 0x175
 	msrSysenterEIP = 0x176
@@ -133,7 +133,8 @@ func TestMSRs(t *testing.T) {
 	}
 }
 
-// TestSetMSRsNamesTheRefused: the first two are taken, the third is the culprit.
+// TestSetMSRsNamesTheRefused: KVM accepts the first two, and the error names the
+// third.
 func TestSetMSRsNamesTheRefused(t *testing.T) {
 	c := newVCPU(t, openKVM(t))
 	err := c.SetMSRs([]MSREntry{{Index: msrSysenterESP}, {Index: msrSysenterEIP, Data: 7}, {Index: msrNone, Data: 1}, {Index: msrSysenterESP}})
@@ -146,7 +147,7 @@ func TestSetMSRsNamesTheRefused(t *testing.T) {
 	if _, err := c.MSR(msrNone); err == nil || !strings.Contains(err.Error(), "0xdeadbeef") {
 		t.Errorf("read of a missing MSR: %v", err)
 	}
-	// More than one call takes.
+	// More than one call accepts.
 	many := make([]MSREntry, 2*maxMSRs+1)
 	for i := range many {
 		many[i] = MSREntry{Index: msrSysenterEIP, Data: uint64(i)}
@@ -173,8 +174,8 @@ func TestRegisters(t *testing.T) {
 	}
 }
 
-// TestPreFault: memory is the guest's before the guest runs, and without the
-// capability that is an error.
+// TestPreFault: memory is mapped for the guest before the guest runs. Without
+// the capability PreFault returns an error.
 func TestPreFault(t *testing.T) {
 	sys := openKVM(t)
 	vm, err := sys.CreateVM()

@@ -11,7 +11,7 @@ import (
 // ExitReason says why KVM_RUN came back (KVM_EXIT_*).
 type ExitReason uint32
 
-// Exits that a VM of ours can have.
+// The exit reasons that our VMs can have.
 const (
 	ExitUnknown       ExitReason = 0
 	ExitException     ExitReason = 1
@@ -46,8 +46,8 @@ const (
 	syncSregs = 1 << 1
 )
 
-// IOExit is one port access. Data aliases the run area: an answer is written
-// into it.
+// IOExit is one port access. Data aliases the run area: the answer to a read is
+// written into it.
 type IOExit struct {
 	Write bool
 	Port  uint16
@@ -82,9 +82,9 @@ func (c *VCPU) Run() error {
 // SetImmediateExit makes the next or the current Run return at once, when a
 // signal follows. Any thread may call it.
 //
-// The field is one byte; its neighbours in the same aligned word
-// (request_interrupt_window and padding) are written by nobody while a VM
-// uses the in-kernel LAPIC, so a 32-bit atomic store is exact.
+// The field is one byte. Neither the kernel nor this process writes to its
+// neighbours in the same aligned word (request_interrupt_window and padding)
+// while a VM uses the in-kernel LAPIC, so a 32-bit atomic store is exact.
 func (c *VCPU) SetImmediateExit(on bool) {
 	var v uint32
 	if on {
@@ -94,13 +94,13 @@ func (c *VCPU) SetImmediateExit(on bool) {
 	atomic.StoreUint32((*uint32)(unsafe.Pointer(unsafe.SliceData(c.run))), v)
 }
 
-// ExitReason is why the last Run returned.
+// ExitReason is the reason why the last Run returned.
 func (c *VCPU) ExitReason() ExitReason {
 	return ExitReason(binary.LittleEndian.Uint32(c.run[offExitReason:]))
 }
 
 // IO decodes an ExitIO. The layout comes from the kernel, not from the guest,
-// but is checked all the same.
+// but is checked anyway.
 func (c *VCPU) IO() IOExit {
 	u := c.run[offUnion:]
 	size, count := uint64(u[1]), uint64(binary.LittleEndian.Uint32(u[4:]))

@@ -9,24 +9,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Events is struct kvm_vcpu_events: exceptions and interrupts under way. Only
-// KVM looks inside.
+// Events is struct kvm_vcpu_events: exceptions and interrupts in progress. Only
+// KVM interprets it.
 type Events [64]byte
 
-// eventFlags is where Events says which of its parts are valid.
+// eventFlags is the offset of the flags in Events that say which parts are
+// valid.
 const eventFlags = 20
 
-// None reports whether nothing is under way, as in a vCPU that has not run.
+// None reports whether no event is in progress, as in a vCPU that has not run.
 func (e Events) None() bool {
 	clear(e[eventFlags : eventFlags+4])
 	return e == Events{}
 }
 
-// DebugRegs is struct kvm_debugregs, likewise.
+// DebugRegs is struct kvm_debugregs. Only KVM interprets it.
 type DebugRegs [128]byte
 
-// ResetDebugRegs is what a processor begins with: DR6 and DR7 have bits that are
-// always set.
+// ResetDebugRegs is the initial value of a processor: DR6 and DR7 have bits that
+// are always set.
 var ResetDebugRegs = DebugRegs{
 	32: 0xf0, 33: 0x0f, 34: 0xff, 35: 0xff,
 	41: 0x04,
@@ -64,7 +65,8 @@ var (
 	reqGetAttr      = request(ioWrite, 0xe2, unsafe.Sizeof(deviceAttr{}))
 )
 
-// syncArea is where the next run takes the registers from that dirty names.
+// syncArea is the place from which the next run loads the registers that dirty
+// names.
 type syncArea struct {
 	dirty uint64
 	regs  Regs
@@ -73,7 +75,7 @@ type syncArea struct {
 
 var _ [offSyncRegs - offDirtyRegs]byte = [unsafe.Offsetof(syncArea{}.regs)]byte{}
 
-// staged is the vCPU's own.
+// staged returns the vCPU's area.
 func (c *VCPU) staged() *syncArea {
 	// Invariant: run is a live, page-aligned mapping of at least runAreaMin bytes.
 	return (*syncArea)(unsafe.Pointer(&c.run[offDirtyRegs]))
@@ -85,14 +87,14 @@ func (v *VM) StagesRegs() bool {
 	return v.sys.CheckExtension(CapSyncRegs)&all == all
 }
 
-// StageRegs has the processor take these registers when it runs next, or when
-// they are read, which saves two calls. No events may be under way, and the
+// StageRegs makes the processor load these registers when it runs next, or when
+// they are read. That saves two calls. No events may be in progress, and the
 // processor must not wait for its start-up message.
 func (c *VCPU) StageRegs(r Regs, s Sregs) {
 	*c.staged() = syncArea{syncRegs | syncSregs, r, s}
 }
 
-// settle sets registers that are staged.
+// settle sets the staged registers now.
 func (c *VCPU) settle() error {
 	a := c.staged()
 	if a.dirty == 0 {
@@ -102,12 +104,12 @@ func (c *VCPU) settle() error {
 	return errors.Join(c.SetSregs(a.sregs), c.SetRegs(a.regs))
 }
 
-// Events reads what is being delivered to the processor.
+// Events reads the events that are being delivered to the processor.
 func (c *VCPU) Events() (e Events, err error) {
 	return e, c.get("get vCPU events", reqGetEvents, unsafe.Pointer(&e))
 }
 
-// SetEvents puts events back.
+// SetEvents sets saved events.
 func (c *VCPU) SetEvents(e *Events) error {
 	return c.get("set vCPU events", reqSetEvents, unsafe.Pointer(e))
 }
@@ -160,8 +162,8 @@ func (c *VCPU) SetXSave(b []byte) error {
 	return c.get("set extended state", reqSetXSave, unsafe.Pointer(unsafe.SliceData(b)))
 }
 
-// MSRs fills in the values of the given registers. Those that this vCPU does
-// not have are left out of the result.
+// MSRs reads the values of the given registers. The result leaves out registers
+// that this vCPU does not have.
 func (c *VCPU) MSRs(indices []uint32) ([]MSREntry, error) {
 	out := make([]MSREntry, 0, len(indices))
 	for len(indices) > 0 {
@@ -176,14 +178,14 @@ func (c *VCPU) MSRs(indices []uint32) ([]MSREntry, error) {
 		}
 		out = append(out, t.entries[:n]...)
 		if n < int(t.n) {
-			n++ // KVM stopped at one that it does not know
+			n++ // KVM stopped at a register that it does not know
 		}
 		indices = indices[n:]
 	}
 	return out, nil
 }
 
-// SetTSCFrequency tells KVM the frequency in kHz that the guest was told.
+// SetTSCFrequency sets the TSC frequency in kHz that the guest already knows.
 func (c *VCPU) SetTSCFrequency(khz int) error {
 	if _, err := ioctl(c.fd, reqSetTSCKHz, uintptr(khz)); err != nil {
 		return fmt.Errorf("set TSC frequency of %d kHz: %w", khz, err)
@@ -219,8 +221,8 @@ func (c *VCPU) tscOffset(req uintptr, value *uint64) error {
 	return err
 }
 
-// ClockStopped tells the guest's watchdogs that it stood still. A guest that
-// does not use kvm-clock needs no telling.
+// ClockStopped tells the guest's watchdogs that it stood still. For a guest
+// that does not use kvm-clock it does nothing.
 func (c *VCPU) ClockStopped() error {
 	if _, err := ioctl(c.fd, reqClockCtrl, 0); err != nil && !errors.Is(err, unix.EINVAL) {
 		return fmt.Errorf("mark the guest's clock as stopped: %w", err)

@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// supported gives a vCPU the features that its host has: without them there is
-// no extended state to speak of.
+// supported gives a vCPU the features of its host: without them it has no
+// extended state to test.
 func supported(t *testing.T, sys *System, c *VCPU) {
 	t.Helper()
 	entries, err := sys.SupportedCPUID()
@@ -24,7 +24,7 @@ func supported(t *testing.T, sys *System, c *VCPU) {
 	}
 }
 
-// TestVCPUState: what is read from one vCPU can be put into another.
+// TestVCPUState: the state read from one vCPU can be set on another.
 func TestVCPUState(t *testing.T) {
 	sys := openKVM(t)
 	a, b := newVCPU(t, sys), newVCPU(t, sys)
@@ -36,7 +36,7 @@ func TestVCPUState(t *testing.T) {
 		t.Fatal(err)
 	}
 	// The x87 control word, at the start of the legacy area, and the bit that
-	// says that there is something in it (XSTATE_BV, Intel SDM vol. 1 §13.4).
+	// marks that area as used (XSTATE_BV, Intel SDM vol. 1 §13.4).
 	xsave[0], xsave[1] = 0x7f, 0x02
 	xsave[512] |= 1
 	again := make([]byte, MinXSaveSize)
@@ -71,14 +71,14 @@ func TestVCPUState(t *testing.T) {
 	if err := b.SetEvents(&events); err != nil {
 		t.Error(err)
 	}
-	// A vCPU without kvm-clock need not be told that it stood still.
+	// A vCPU without kvm-clock accepts the call.
 	if err := b.ClockStopped(); err != nil {
 		t.Error(err)
 	}
 }
 
-// TestStageRegs: registers are those that were staged, whether they are read or
-// the vCPU runs first.
+// TestStageRegs: the staged registers take effect, whether they are read or the
+// vCPU runs first.
 func TestStageRegs(t *testing.T) {
 	sys := openKVM(t)
 	if !(&VM{sys: sys}).StagesRegs() {
@@ -117,7 +117,7 @@ func TestStageRegs(t *testing.T) {
 					t.Errorf("%+v, not %+v (%v)", got, wantSregs, err)
 				}
 			}
-			// They are taken once.
+			// They are loaded only once.
 			want.RAX = 2
 			if err := c.SetRegs(want); err != nil {
 				t.Fatal(err)
@@ -129,7 +129,8 @@ func TestStageRegs(t *testing.T) {
 	}
 }
 
-// TestFresh: what vCPUs begin with is asked once, and again for other registers.
+// TestFresh: the initial registers are read only once, and again for other
+// registers.
 func TestFresh(t *testing.T) {
 	sys := openKVM(t)
 	vm, err := sys.CreateVM()
@@ -164,8 +165,8 @@ func TestFresh(t *testing.T) {
 	}
 }
 
-// TestMSRList: those that a vCPU does not have are left out, the others are all
-// there and in order, however many are asked for.
+// TestMSRList: registers that a vCPU does not have are left out. The others are
+// complete and in order, however many are read.
 func TestMSRList(t *testing.T) {
 	sys := openKVM(t)
 	c := newVCPU(t, sys)
@@ -196,8 +197,8 @@ func TestMSRList(t *testing.T) {
 	}
 }
 
-// TestTSCOffset: what is set is what is read. kvm-pvm, which shows guests the
-// host's counter, takes an offset and forgets it.
+// TestTSCOffset: the offset that was set can be read. kvm-pvm, which shows
+// guests the host's counter, accepts an offset and forgets it.
 func TestTSCOffset(t *testing.T) {
 	c := newVCPU(t, openKVM(t))
 	want := uint64(1 << 50)

@@ -23,7 +23,7 @@ func (s *System) CreateVM() (*VM, error) {
 	return &VM{sys: s, fd: fd}, nil
 }
 
-// Close drops the descriptor.
+// Close closes the descriptor.
 func (v *VM) Close() error { return unix.Close(v.fd) }
 
 // SetMemory maps size bytes at hostAddr into the guest at gpa.
@@ -36,7 +36,7 @@ func (v *VM) SetMemory(slot uint32, gpa, size uint64, hostAddr uintptr) error {
 }
 
 // SetTSSAddress tells Intel hosts where three pages of guest physical memory
-// for the real-mode TSS may live; others ignore it.
+// for the real-mode TSS may be; other hosts ignore it.
 func (v *VM) SetTSSAddress(gpa uint64) error {
 	if _, err := ioctl(v.fd, reqSetTSSAddr, uintptr(gpa)); err != nil {
 		return fmt.Errorf("set TSS address: %w", err)
@@ -54,10 +54,10 @@ func (v *VM) EnableSplitIRQChip(pins uint64) error {
 	return nil
 }
 
-// SignalMSI injects an interrupt message. It is done when the call returns,
-// unlike a write to an irqfd. A message that no LAPIC takes is not an error:
-// the guest chose its destination. KVM returns -1 for it, which arrives here as
-// EPERM (kvm_irq_delivery_to_apic).
+// SignalMSI injects an interrupt message. It is delivered when the call
+// returns, unlike a write to an irqfd. A message that no LAPIC accepts is not
+// an error: the guest chose its destination. KVM returns -1 for it, which
+// arrives here as EPERM (kvm_irq_delivery_to_apic).
 func (v *VM) SignalMSI(m MSI) error {
 	if _, err := ioctlPtr(v.fd, reqSignalMSI, unsafe.Pointer(&m)); err != nil && !errors.Is(err, unix.EPERM) {
 		return fmt.Errorf("signal MSI: %w", err)
@@ -156,8 +156,7 @@ func (c *VCPU) SetMPState(s MPState) error {
 	return c.get("set MP state", reqSetMPState, unsafe.Pointer(&s))
 }
 
-// SetCPUID gives the processor its identity; it must come before the first
-// run.
+// SetCPUID sets the processor's CPUID. It must come before the first run.
 func (c *VCPU) SetCPUID(entries []CPUIDEntry) error {
 	if len(entries) > MaxCPUIDEntries {
 		return fmt.Errorf("set CPUID: %d entries, at most %d", len(entries), MaxCPUIDEntries)
@@ -191,8 +190,8 @@ func (c *VCPU) MSR(index uint32) (uint64, error) {
 	return t.entries[0].Data, nil
 }
 
-// SetMSRs writes model-specific registers in order and names the one that
-// was refused.
+// SetMSRs writes model-specific registers in order. If KVM refuses one, the
+// error names it.
 func (c *VCPU) SetMSRs(entries []MSREntry) error {
 	for len(entries) > 0 {
 		t := &msrTable{n: uint32(min(len(entries), maxMSRs))}
@@ -233,12 +232,12 @@ type preFault struct {
 	_                [5]uint64
 }
 
-// PreFault maps guest memory for the guest, as reads of it would: for writing,
-// too, where the host's page can be written to. It needs CapPreFaultMemory and a
-// vCPU that does not run.
+// PreFault maps guest memory for the guest, as reads by the guest would. If the
+// host's page is writable, it is mapped for writing, too. It needs
+// CapPreFaultMemory and a vCPU that does not run.
 func (c *VCPU) PreFault(gpa, size uint64) error {
 	p := preFault{gpa: gpa, size: size}
-	for p.size > 0 { // a signal may end it early; it says how far it has come
+	for p.size > 0 { // a signal may end it early; KVM updates p with its progress
 		if err := c.get("map memory ahead", reqPreFaultMemory, unsafe.Pointer(&p)); err != nil {
 			return err
 		}

@@ -1,24 +1,23 @@
-// Package livefork owns what is told of a live fork, from the memory that is
-// captured to whoever asks what it cost.
+// Package livefork defines the measurements of a live fork, from the captured
+// memory up to the API.
 package livefork
 
 import "time"
 
-// Stats is what a live fork cost its source.
+// Stats says how much a live fork cost its source.
 type Stats struct {
-	// Pause is for how long the source stood still.
+	// Pause is how long the source stood still.
 	Pause time.Duration
-	// Captured is the time from the call until the copy was complete and
-	// children could be made of it. The engine measures it.
+	// Captured is the time from the call until the copy was complete and could
+	// be used for children. The engine measures it.
 	Captured time.Duration
 	// Waits counts the source's writes to memory that was not yet copied. Half
-	// of them, and 99 of 100, were being served for no longer than MedianWait
-	// and P99Wait.
+	// of them were served within MedianWait, 99 of 100 within P99Wait.
 	Waits                            uint64
 	MedianWait, P99Wait, LongestWait time.Duration
 	// Copied is the bytes of memory that were stored.
 	Copied uint64
-	// WhyCopiedInPause is empty if memory was copied beside the running source.
-	// If it was copied in the pause, it says why.
+	// WhyCopiedInPause is empty if memory was copied while the source was
+	// running. If memory was copied in the pause, it is the reason.
 	WhyCopiedInPause string
 }

@@ -17,7 +17,7 @@ const (
 
 func offArg(i int) uint32 { return uint32(16 + 8*i) }
 
-// Instructions of classic BPF, as far as a filter needs them.
+// Instructions of classic BPF, those that a filter needs.
 const (
 	opLoad    = unix.BPF_LD | unix.BPF_W | unix.BPF_ABS
 	opEqual   = unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K
@@ -33,14 +33,14 @@ const (
 func load(offset uint32) unix.SockFilter { return unix.SockFilter{Code: opLoad, K: offset} }
 func ret(action uint32) unix.SockFilter  { return unix.SockFilter{Code: opReturn, K: action} }
 
-// jump goes on with the next instruction if the test holds, or leaves out skip
-// of them.
+// jump continues with the next instruction if the test holds; otherwise it
+// skips as many instructions as skip says.
 func jump(op uint16, k uint32, skip int) unix.SockFilter {
 	return unix.SockFilter{Code: op, K: k, Jf: uint8(skip)}
 }
 
-// rule is what happens to a system call: a block that ends the program on every
-// path, since it may have loaded an argument over the call's number.
+// rule decides about a system call. Its block ends the program on every path,
+// because it may have loaded an argument over the call's number.
 type rule struct {
 	number uintptr
 	block  []unix.SockFilter
@@ -48,8 +48,8 @@ type rule struct {
 
 func allow(number uintptr) rule { return rule{number, []unix.SockFilter{ret(retAllow)}} }
 
-// allowValues allows a call if the low half of an argument, which must be all
-// of it that the kernel looks at, is one of these.
+// allowValues allows a call if the low half of an argument has one of these
+// values. The kernel must ignore the high half of the argument.
 func allowValues(number uintptr, arg int, values ...uint32) rule {
 	block := []unix.SockFilter{load(offArg(arg))}
 	for _, v := range values {
@@ -65,11 +65,11 @@ func allowWithout(number uintptr, arg int, bits uint32) rule {
 	}}
 }
 
-// condition is what the low half of an argument must be, which must be all of
-// it that the kernel looks at.
+// condition is a test of the low half of an argument. The kernel must ignore
+// the high half.
 type condition struct {
 	arg    int
-	values []uint32 // it is one of these; without any,
+	values []uint32 // it is one of these values; without values,
 	bits   uint32   // none of these is set
 }
 
@@ -79,7 +79,7 @@ func allowIf(number uintptr, all ...condition) rule {
 	for _, c := range all {
 		block = append(block, load(offArg(c.arg)))
 		for i, v := range c.values {
-			// Past those that follow, and past the end.
+			// Jump over the remaining tests and over the kill at the end.
 			block = append(block, unix.SockFilter{Code: opEqual, K: v, Jt: uint8(len(c.values) - i)})
 		}
 		if len(c.values) == 0 {
@@ -90,9 +90,9 @@ func allowIf(number uintptr, all ...condition) rule {
 	return rule{number, append(block, ret(retAllow))}
 }
 
-// assemble makes one program of rules, one for each system call. The kernel
-// runs it once for every number that there is, when it is installed, to find out
-// which calls it always allows; so it searches by halves.
+// assemble makes one program of rules, one for each system call. When the
+// program is installed, the kernel runs it once for every number, to find out
+// which calls it always allows. So the program uses binary search.
 func assemble(rules []rule) ([]unix.SockFilter, error) {
 	rules = slices.Clone(rules)
 	slices.SortFunc(rules, func(a, b rule) int { return cmp.Compare(a.number, b.number) })
@@ -108,17 +108,18 @@ func assemble(rules []rule) ([]unix.SockFilter, error) {
 	return append(p, search(rules)...), nil
 }
 
-// fewRules are tried one after the other.
+// fewRules is how many rules are tried one after the other.
 const fewRules = 3
 
-// search finds the rule of the number that was loaded, and kills without one.
+// search finds the rule for the loaded number, and kills if there is no such
+// rule.
 func search(rules []rule) (p []unix.SockFilter) {
 	if len(rules) > fewRules {
 		half := len(rules) / 2
 		below := search(rules[:half])
 		p = append(p,
 			jump(opAtLeast, uint32(rules[half].number), 1),
-			// Only this jump is long enough.
+			// A conditional jump would be too short.
 			unix.SockFilter{Code: opAlways, K: uint32(len(below))})
 		return append(append(p, below...), search(rules[half:])...)
 	}
@@ -129,7 +130,7 @@ func search(rules []rule) (p []unix.SockFilter) {
 	return append(p, ret(retKill))
 }
 
-// maxSkip is how far a conditional jump goes.
+// maxSkip is the length of the longest conditional jump.
 const maxSkip = 255
 
 // allowAny allows a call if all conditions of one of these alternatives hold.

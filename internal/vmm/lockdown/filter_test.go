@@ -7,7 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// call is a system call as a filter sees it.
+// call is a system call as the filter sees it.
 type call struct {
 	arch   uint32
 	number uint32
@@ -83,7 +83,7 @@ func TestFilter(t *testing.T) {
 	}{
 		"KVM_RUN":               {x64(unix.SYS_IOCTL, 9, 0xae80), retAllow},
 		"another ioctl":         {x64(unix.SYS_IOCTL, 9, 0xae81), retKill},
-		"an ioctl's upper half": {x64(unix.SYS_IOCTL, 9, 1<<32|0xae41), retAllow}, // the kernel does not look at it
+		"an ioctl's upper half": {x64(unix.SYS_IOCTL, 9, 1<<32|0xae41), retAllow}, // the kernel ignores it
 		"data":                  {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ|unix.PROT_WRITE), retAllow},
 		"memory":                {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ, unix.MAP_SHARED|unix.MAP_FIXED|unix.MAP_NORESERVE), retAllow},
 		"random numbers":        {x64(unix.SYS_MMAP, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANONYMOUS|0x8), retAllow}, // MAP_DROPPABLE
@@ -128,8 +128,8 @@ func TestFilter(t *testing.T) {
 	}
 }
 
-// TestFilterKnowsNoOthers: a number without a rule is the end, wherever it lies
-// between those that have one.
+// TestFilterKnowsNoOthers: a number without a rule kills, wherever it lies
+// between the numbers with rules.
 func TestFilterKnowsNoOthers(t *testing.T) {
 	program, err := assemble(vmmRules(1, []uint32{1}))
 	if err != nil {
@@ -155,7 +155,7 @@ func TestFilterKnowsNoOthers(t *testing.T) {
 	}
 }
 
-// TestRuleTooLong: a jump that does not fit must not wrap around.
+// TestRuleTooLong: a jump that is too long must not wrap around.
 func TestRuleTooLong(t *testing.T) {
 	if _, err := assemble(vmmRules(1, make([]uint32, 127))); err == nil {
 		t.Error("a rule of 256 instructions was accepted")

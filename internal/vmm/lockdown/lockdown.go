@@ -1,10 +1,10 @@
-// Package lockdown takes away from a process, for good, what it does not need
-// once it serves a guest: capabilities, core dumps, and all system calls but
-// those that a vmm, or netd, and the Go runtime below it make. Whatever else it
-// tries, the kernel kills it.
+// Package lockdown takes from a process, for good, all rights that it does not
+// need once it serves a guest: capabilities, core dumps, and all system calls
+// except those that a vmm, or netd, and its Go runtime make. If the process
+// makes any other call, the kernel kills it.
 //
-// It is the inner wall. The outer ones, which a process cannot put around
-// itself without opening paths, are package jail's.
+// This is the inner wall. Package jail builds the outer ones, which a process
+// cannot put around itself without opening paths.
 package lockdown
 
 import (
@@ -18,8 +18,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Enter locks the whole process down, all its threads and those to come.
-// ioctls are the only requests that ioctl(2) will take from then on.
+// Enter locks down the whole process: all of its threads and all later ones.
+// From then on ioctl(2) accepts only the requests in ioctls.
 func Enter(ioctls []uint32) error {
 	if err := giveUp(maxFiles); err != nil {
 		return err
@@ -27,13 +27,13 @@ func Enter(ioctls []uint32) error {
 	return filterCalls(vmmRules(os.Getpid(), ioctls))
 }
 
-// giveUp takes away everything but system calls.
+// giveUp drops all rights except system calls.
 func giveUp(files uint64) error {
 	if err := dropCapabilities(); err != nil {
 		return fmt.Errorf("drop capabilities: %w", err)
 	}
-	// A core would hold the guest's memory. A limit of one byte, unlike none,
-	// also keeps the kernel from starting a handler for it (core(5)).
+	// A core would hold the guest's memory. A limit of one byte, unlike a limit
+	// of 0, also keeps the kernel from starting a handler for it (core(5)).
 	if err := unix.Setrlimit(unix.RLIMIT_CORE, &unix.Rlimit{Cur: 1, Max: 1}); err != nil {
 		return fmt.Errorf("forbid core dumps: %w", err)
 	}
@@ -46,7 +46,7 @@ func giveUp(files uint64) error {
 	return nil
 }
 
-// filterCalls allows the system calls of these rules and no others.
+// filterCalls allows only the system calls of these rules.
 func filterCalls(rules []rule) error {
 	filter, err := assemble(rules)
 	if err == nil {
@@ -58,20 +58,20 @@ func filterCalls(rules []rule) error {
 	return nil
 }
 
-// forbidMerging keeps the kernel from making one page of equal pages of this
-// process and of others (KSM). A process inherits that from whoever starts it, as
-// from a unit with MemoryKSM=yes. A merged page loses the write protection of
-// userfaultfd: a capture would lack it (package guestmem).
+// forbidMerging keeps the kernel from merging equal pages of this process and of
+// others (KSM). A process inherits permission to merge from its parent, for
+// example from a unit with MemoryKSM=yes. A merged page loses the write
+// protection of userfaultfd: a capture would lack it (package guestmem).
 func forbidMerging() error {
 	err := unix.Prctl(unix.PR_SET_MEMORY_MERGE, 0, 0, 0, 0)
 	if errors.Is(err, unix.EINVAL) {
-		return nil // before Linux 6.4, or without KSM: nothing is inherited
+		return nil // before Linux 6.4, or without KSM: no permission is inherited
 	}
 	return err
 }
 
-// maxFiles is how many descriptors a vmm can have: one for each stream to
-// the guest (virtio.MaxVsockConns), and those of disks, captures and the rest.
+// maxFiles is how many descriptors a vmm can have: one for each stream to the
+// guest (virtio.MaxVsockConns), and those of disks, captures and the rest.
 const maxFiles = 1024
 
 func limitOpenFiles(most uint64) error {
@@ -83,9 +83,9 @@ func limitOpenFiles(most uint64) error {
 	return unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: most, Max: most})
 }
 
-// LimitFileSize bounds, for good, how long the process can make a file by writing
-// to it: EFBIG is what it gets beyond. It is called behind Enter, when it is known
-// what the guest's disks and memory are.
+// LimitFileSize bounds, for good, the size to which the process can extend a file
+// by writing to it; beyond that it gets EFBIG. It is called after Enter, when the
+// sizes of the guest's disks and memory are known.
 func LimitFileSize(bytes uint64) error {
 	if err := unix.Prlimit(0, unix.RLIMIT_FSIZE, &unix.Rlimit{Cur: bytes, Max: bytes}, nil); err != nil {
 		return fmt.Errorf("limit the size of files to %d bytes: %w", bytes, err)
@@ -93,8 +93,8 @@ func LimitFileSize(bytes uint64) error {
 	return nil
 }
 
-// dropCapabilities makes sure that no thread has any. A process started by
-// package jail has none to begin with.
+// dropCapabilities makes sure that no thread has capabilities. A process
+// started by package jail has no capabilities from the start.
 func dropCapabilities() error {
 	have, err := capabilities()
 	if err != nil || !have {
@@ -102,7 +102,8 @@ func dropCapabilities() error {
 	}
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var none [2]unix.CapUserData
-	// Capabilities are a thread's own; those that run now must lose theirs, too.
+	// Capabilities are per thread; threads that already run must lose theirs,
+	// too.
 	_, _, errno := syscall.AllThreadsSyscall(unix.SYS_CAPSET, uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&none)), 0)
 	if errno != 0 {
 		return errno
@@ -113,7 +114,7 @@ func dropCapabilities() error {
 	return err
 }
 
-// capabilities reports whether the thread has any.
+// capabilities reports whether the thread has any capability.
 func capabilities() (bool, error) {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var data [2]unix.CapUserData
@@ -123,9 +124,10 @@ func capabilities() (bool, error) {
 	return data != [2]unix.CapUserData{}, nil
 }
 
-// install puts a filter on all threads at once. No one of them can be faster.
+// install puts a filter on all threads at once. No thread can escape it in
+// time.
 func install(p []unix.SockFilter) error {
-	runtime.LockOSThread() // no_new_privs is a thread's; the filter spreads it
+	runtime.LockOSThread() // no_new_privs is set per thread; installing the filter sets it on all
 	defer runtime.UnlockOSThread()
 	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
 		return fmt.Errorf("set no_new_privs: %w", err)

@@ -6,8 +6,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestNetworkFilter: the filter of a netd lets TCP and UDP
-// through, and nothing that reaches other programs of the host.
+// TestNetworkFilter: the filter of a netd allows TCP and UDP, and no call that
+// reaches other programs of the host.
 func TestNetworkFilter(t *testing.T) {
 	const pid = 4711
 	program, err := assemble(networkRules(pid))
@@ -75,7 +75,7 @@ func TestNetworkFilter(t *testing.T) {
 			t.Errorf("%s: %#x, want %#x", name, got, tt.want)
 		}
 	}
-	// A number without a rule is the end.
+	// A number without a rule kills.
 	allowed := 0
 	for number := range uintptr(1024) {
 		if run(t, program, x64(number, 1<<31-1, 1<<31-1, 1<<31-1, 1<<31-1)) == retAllow {

@@ -2,18 +2,18 @@ package lockdown
 
 import "golang.org/x/sys/unix"
 
-// threadFlags are those with which the Go runtime makes a thread
-// (runtime/os_linux.go and, for the last, sys_linux_amd64.s); with any others it
-// is not a thread of this process, or gets namespaces.
+// threadFlags are the flags with which the Go runtime makes a thread
+// (runtime/os_linux.go and, for the last flag, sys_linux_amd64.s). With other
+// flags clone would make another process, or a thread in new namespaces.
 const threadFlags = unix.CLONE_VM | unix.CLONE_FS | unix.CLONE_FILES | unix.CLONE_SIGHAND |
 	unix.CLONE_SYSVSEM | unix.CLONE_THREAD | unix.CLONE_SETTLS
 
-// noMap are flags of mmap for which a vmm has no use. There is no list of those
-// that it has: the kernel itself names some, which differ by its version, to the Go
-// runtime (vgetrandom).
+// noMap are flags of mmap that a vmm does not use. A list of the allowed flags is
+// not possible: the kernel itself tells the Go runtime some of them, and they
+// depend on the kernel's version (vgetrandom).
 const noMap = unix.MAP_HUGETLB | unix.MAP_LOCKED | unix.MAP_GROWSDOWN
 
-// advice is what madvise is told by the Go runtime, and of guest memory.
+// advice lists the values of madvise that the Go runtime and guest memory use.
 var advice = []uint32{
 	unix.MADV_DONTNEED, unix.MADV_FREE, unix.MADV_HUGEPAGE, unix.MADV_NOHUGEPAGE, unix.MADV_COLLAPSE,
 	unix.MADV_POPULATE_READ, unix.MADV_POPULATE_WRITE,
@@ -25,18 +25,20 @@ const (
 	futexWakePrivate = 1 | 128
 )
 
-// vmmRules are those of a vmm process with this id. The kernel remembers which
-// calls are always allowed and does not run the program for them.
+// vmmRules returns the rules for a vmm process with this id. The kernel
+// remembers which calls are always allowed and does not run the program for
+// them.
 func vmmRules(pid int, ioctls []uint32) []rule {
 	rules := append(runtimeRules(pid),
 		allowValues(unix.SYS_IOCTL, 1, ioctls...),
-		// Of the calling thread alone, which has no right to more than it has: who
-		// answers a guest's faults has short slices.
+		// Only for the calling thread, and it cannot raise its priority: the
+		// thread that answers a guest's faults asks for short slices.
 		allowValues(unix.SYS_SCHED_SETATTR, 0, 0),
-		// To allocate, or to punch a hole. With KEEP_SIZE alone, ext4 allocates
-		// beyond the limit of a file's size.
+		// To allocate, or to punch a hole. With KEEP_SIZE alone, ext4 would
+		// allocate beyond the limit of the file size.
 		allowValues(unix.SYS_FALLOCATE, 1, 0, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE),
-		// Its own limit of a file's size, which it can only lower (LimitFileSize).
+		// The process's own limit of the file size, which it can only lower
+		// (LimitFileSize).
 		allowIf(unix.SYS_PRLIMIT64, condition{arg: 0, values: []uint32{0}}, condition{arg: 1, values: []uint32{unix.RLIMIT_FSIZE}}),
 	)
 	for _, number := range always {
@@ -45,27 +47,28 @@ func vmmRules(pid int, ioctls []uint32) []rule {
 	return rules
 }
 
-// runtimeRules are those of every Go program with this process id.
+// runtimeRules returns the rules for every Go program with this process id.
 func runtimeRules(pid int) []rule {
 	rules := []rule{
-		// Nothing becomes code that was not in the binary. Huge pages (MAP_HUGETLB)
-		// are others': the machine has set them aside, and no cgroup limit of the
-		// process's memory counts them.
+		// Only code that was in the binary can be executed. Huge pages
+		// (MAP_HUGETLB) are forbidden because the host has reserved them for other
+		// programs, and no cgroup limit of the process's memory counts them.
 		allowIf(unix.SYS_MMAP, condition{arg: 2, bits: unix.PROT_EXEC}, condition{arg: 3, bits: noMap}),
 		allowWithout(unix.SYS_MPROTECT, 2, unix.PROT_EXEC),
 		allowValues(unix.SYS_CLONE, 0, threadFlags),
-		// Its flags are in memory, out of a filter's sight. Without it, callers
-		// take clone.
+		// Its flags are in memory, which a filter cannot read. When it fails,
+		// callers use clone.
 		{unix.SYS_CLONE3, []unix.SockFilter{ret(retNoSuch)}},
-		// To its own threads alone: vCPUs are kicked, goroutines preempted.
+		// Only to its own threads: vCPUs are kicked, goroutines preempted.
 		allowValues(unix.SYS_TGKILL, 0, uint32(pid)),
 		// No locks, no leases, no owners.
 		allowValues(unix.SYS_FCNTL, 1, unix.F_GETFL, unix.F_SETFL, unix.F_GETFD, unix.F_SETFD, unix.F_DUPFD_CLOEXEC),
-		// Not MADV_MERGEABLE: by how long a write takes, a process could tell which
-		// pages others have.
+		// Not MADV_MERGEABLE: from the duration of a write, a process could find
+		// out which pages other processes have.
 		allowValues(unix.SYS_MADVISE, 2, advice...),
-		// As the Go runtime waits, and within the process. The other operations
-		// (requeueing, priority inheritance) are where the kernel has had its errors.
+		// Only the operations with which the Go runtime waits, within the process.
+		// The kernel has had its bugs in the other operations (requeueing, priority
+		// inheritance).
 		allowValues(unix.SYS_FUTEX, 1, futexWaitPrivate, futexWakePrivate),
 		// The runtime names its mappings.
 		allowValues(unix.SYS_PRCTL, 0, unix.PR_SET_VMA),
@@ -76,20 +79,20 @@ func runtimeRules(pid int) []rule {
 	return rules
 }
 
-// always are the calls of a vmm that are allowed whatever their arguments: they act
-// on descriptors that it was given.
+// always are the calls of a vmm that are allowed with any arguments: they act on
+// descriptors that it was given.
 var always = []uintptr{
 	unix.SYS_PREAD64, unix.SYS_PWRITE64, unix.SYS_PREADV, unix.SYS_PWRITEV,
 	unix.SYS_LSEEK, unix.SYS_FSYNC, unix.SYS_FDATASYNC, unix.SYS_FTRUNCATE,
-	// Sockets that are there, which are connected, and no new ones. What is sent
-	// goes through write: sendmsg could name another receiver, in memory that a
-	// filter does not see, and pass descriptors on.
+	// Existing connected sockets, and no new ones. The process sends with write:
+	// sendmsg could pass descriptors on, and name another receiver in memory
+	// that a filter cannot read.
 	unix.SYS_RECVMSG, unix.SYS_ACCEPT4, unix.SYS_SHUTDOWN,
 }
 
-// runtimeCalls are those of every Go program that are allowed whatever their
+// runtimeCalls are the calls of every Go program that are allowed with any
 // arguments: they act on memory, on descriptors that the process was given, or on
-// itself.
+// the process itself.
 var runtimeCalls = []uintptr{
 	unix.SYS_READ, unix.SYS_WRITE, unix.SYS_READV, unix.SYS_WRITEV, unix.SYS_CLOSE, unix.SYS_FSTAT,
 	// Waiting.
@@ -104,8 +107,8 @@ var runtimeCalls = []uintptr{
 	unix.SYS_EXIT, unix.SYS_EXIT_GROUP,
 }
 
-// Userfaultfd are the requests with which memory is write-protected while its
-// guest runs (linux/userfaultfd.h, and PAGEMAP_SCAN of linux/fs.h).
+// Userfaultfd lists the requests that write-protect memory while its guest runs
+// (linux/userfaultfd.h, and PAGEMAP_SCAN of linux/fs.h).
 var Userfaultfd = []uint32{
 	0x0000_aa00, // USERFAULTFD_IOC_NEW
 	0xc018_aa3f, // UFFDIO_API

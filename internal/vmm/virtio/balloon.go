@@ -9,7 +9,7 @@ import (
 )
 
 // Feature bits, virtio 1.2 §5.5.3. PAGE_POISON is not offered: a discarded page
-// of a forked guest is zero, not poison.
+// of a forked guest holds zeros, not poison.
 const (
 	balloonDeflateOnOOM = 1 << 2
 	balloonReporting    = 1 << 5
@@ -26,7 +26,7 @@ const (
 const (
 	balloonQueueSize = 128
 	// balloonMaxPFNs bounds the work of one chain. Linux sends 256 at a time;
-	// pages beyond the bound stay with the guest's process, which is safe.
+	// pages beyond the bound are not discarded, which is safe.
 	balloonMaxPFNs   = 4096
 	balloonConfigLen = 8 // num_pages, actual
 )
@@ -36,7 +36,7 @@ const (
 type Balloon struct {
 	core
 	target    uint32 // pages the host wants
-	actual    uint32 // pages the guest says it gave
+	actual    uint32 // pages that the guest says it has given
 	discarded uint64 // bytes given back to the host
 	refused   uint64 // ranges that were not guest memory
 	pfns      []uint32
@@ -47,7 +47,7 @@ type Balloon struct {
 // NewBalloon makes an empty balloon.
 func NewBalloon() *Balloon { return &Balloon{reported: make(chan struct{}, 1)} }
 
-// Reported has a notice after each report of free pages.
+// Reported receives a notice after each report of free pages.
 func (b *Balloon) Reported() <-chan struct{} { return b.reported }
 
 func (b *Balloon) Type() uint32     { return TypeBalloon }
@@ -66,7 +66,8 @@ func (b *Balloon) ReadConfig(off uint64, p []byte) {
 	configRead(config[:], off, p)
 }
 
-// WriteConfig takes the driver's report of its size; num_pages is the host's.
+// WriteConfig stores the driver's report of its size; num_pages belongs to the
+// host.
 func (b *Balloon) WriteConfig(off uint64, p []byte) {
 	if off != 4 || len(p) != 4 {
 		return
@@ -86,7 +87,7 @@ func (b *Balloon) Reset() {
 	b.deactivate()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.actual = 0 // the driver that comes next has given nothing
+	b.actual = 0 // the next driver has not given any pages
 }
 
 func (b *Balloon) Resume() {
@@ -116,8 +117,8 @@ func (b *Balloon) Notify(q int) {
 	}
 }
 
-// SetTarget asks the guest to give pages (of 4 KiB) in all, or to take some
-// back.
+// SetTarget asks the guest to bring the pages (of 4 KiB) that it has given to
+// this number.
 func (b *Balloon) SetTarget(pages uint32) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -130,23 +131,23 @@ func (b *Balloon) SetTarget(pages uint32) {
 	}
 }
 
-// BalloonStats counts what a balloon did.
+// BalloonStats counts the work of a balloon.
 type BalloonStats struct {
 	TargetPages    uint32
-	ActualPages    uint32 // as the guest says
+	ActualPages    uint32 // as reported by the guest
 	DiscardedBytes uint64
 	RefusedRanges  uint64 // not guest memory
 }
 
-// Stats is a consistent view.
+// Stats returns consistent counters.
 func (b *Balloon) Stats() BalloonStats {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return BalloonStats{TargetPages: b.target, ActualPages: b.actual, DiscardedBytes: b.discarded, RefusedRanges: b.refused}
 }
 
-// inflate discards the pages of a list of page frame numbers (§5.5.6). Runs of
-// neighbours are discarded together: each discard is a system call.
+// inflate discards the pages of a list of page frame numbers (§5.5.6). Adjacent
+// pages are discarded together, because each discard is a system call.
 func (b *Balloon) inflate(c Chain) (uint32, error) {
 	n := int(min(size(c.Readable)/4, balloonMaxPFNs))
 	b.raw = slices.Grow(b.raw[:0], 4*n)[:4*n]
@@ -170,7 +171,7 @@ func (b *Balloon) inflate(c Chain) (uint32, error) {
 	return 0, nil
 }
 
-// discardPages tries a run at once and, where it crosses the end of a region,
+// discardPages discards a run at once or, if it crosses the end of a region,
 // page by page.
 func (b *Balloon) discardPages(pfn, n uint64) {
 	if b.ctx.Mem.Contains(pfn*guestmem.PageSize, n*guestmem.PageSize) {
@@ -182,8 +183,8 @@ func (b *Balloon) discardPages(pfn, n uint64) {
 	}
 }
 
-// report discards pages that lie free in the guest (§5.5.6.7). The driver waits
-// for the buffer before it uses them again.
+// report discards pages that are free in the guest (§5.5.6.7). The driver gets
+// the buffer back before it uses the pages again.
 func (b *Balloon) report(c Chain) (uint32, error) {
 	for _, r := range c.Writable {
 		b.discard(r.GPA, uint64(r.Len))
@@ -195,8 +196,8 @@ func (b *Balloon) report(c Chain) (uint32, error) {
 	return 0, nil
 }
 
-// discard gives memory back. A guest that names memory it does not have loses
-// nothing by it, and gains nothing.
+// discard gives memory back. A range outside of guest memory has no effect and
+// is counted as refused.
 func (b *Balloon) discard(gpa, n uint64) {
 	if err := b.ctx.Mem.Discard(gpa, n); err != nil {
 		b.refused++

@@ -1,7 +1,7 @@
 package virtio
 
-// BalloonState is a Balloon at rest. Which pages are inflated is known to the
-// guest alone.
+// BalloonState is the state of a paused Balloon. Only the guest knows which
+// pages are inflated.
 type BalloonState struct {
 	TargetPages    uint32
 	ActualPages    uint32
@@ -9,10 +9,10 @@ type BalloonState struct {
 	RefusedRanges  uint64
 }
 
-// Save describes the device; it must be paused.
+// Save returns the state of the device, which must be paused.
 func (b *Balloon) Save() BalloonState { return BalloonState(b.Stats()) }
 
-// Restore prepares a fresh device, before MMIO.Restore.
+// Restore prepares a new device, before MMIO.Restore.
 func (b *Balloon) Restore(s BalloonState) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -15,7 +15,7 @@ func pfnList(pfns ...uint32) []byte {
 	return p
 }
 
-// balloonGuest has a byte in each of the pages 512 to 527.
+// balloonGuest writes a byte to each of the pages 512 to 527.
 func balloonGuest(t testing.TB) (*guest, *Balloon) {
 	b := NewBalloon()
 	g := startGuest(t, b)
@@ -60,7 +60,7 @@ func TestBalloonInflate(t *testing.T) {
 func TestBalloonReport(t *testing.T) {
 	g, b := balloonGuest(t)
 	page := func(n uint64) uint64 { return n * guestmem.PageSize }
-	// Whole pages go; the rest of a range that is not aligned stays.
+	// Whole pages are discarded; the rest of an unaligned range stays.
 	g.send(balloonReport, buf{page(512), 2 * guestmem.PageSize, true}, buf{page(516) - 100, guestmem.PageSize + 300, true}, buf{page(518), 100, true})
 	g.wantUsed(balloonReport)
 	for pfn, want := range map[uint64]bool{512: false, 513: false, 514: true, 516: false, 517: true, 518: true} {
@@ -71,7 +71,7 @@ func TestBalloonReport(t *testing.T) {
 	if got := b.Stats().DiscardedBytes; got != 3*guestmem.PageSize {
 		t.Fatalf("discarded %d", got)
 	}
-	// Not negotiated: nothing happens.
+	// Without the feature a report has no effect.
 	g.start(FeatureVersion1, 16)
 	g.send(balloonReport, buf{page(519), guestmem.PageSize, true})
 	if _, _, ok := g.used(balloonReport); ok || !g.pageSet(519) {

@@ -28,7 +28,7 @@ func BenchmarkQueue(b *testing.B) {
 					b.Fatal(err)
 				}
 				q.WantsInterrupt()
-				q.Unpop() // the same one again
+				q.Unpop() // take the same one again
 			}
 		})
 	}
@@ -68,7 +68,7 @@ func echo(f *os.File) {
 }
 
 // BenchmarkBlockRead reads 4 KiB from a file in the page cache: inline, without
-// the hop to the worker, and through it.
+// the switch to the worker, and through the worker.
 func BenchmarkBlockRead(b *testing.B) {
 	setup := func(b *testing.B) (*guest, *Block, uint16) {
 		_, d := openDisk(b, 2048, false)
@@ -101,7 +101,7 @@ func BenchmarkBlockRead(b *testing.B) {
 }
 
 // BenchmarkNetTransmit sends a full frame, or a segment of 60 KB in 15 pieces, to a
-// socket that is drained.
+// socket that is read all the time.
 func BenchmarkNetTransmit(b *testing.B) {
 	h, long := tso(60000)
 	for name, p := range map[string][]byte{"frame": netPacket(frame(1514, 1)), "segment": netPacketOf(h, long)} {

@@ -9,7 +9,8 @@ import (
 	"agentrun.dev/internal/vmm/guestmem"
 )
 
-// SectorSize is the unit of the protocol, whatever the disk's own is (§5.2.4).
+// SectorSize is the unit of the protocol, for every sector size of the disk
+// (§5.2.4).
 const SectorSize = 512
 
 // Feature bits, virtio 1.2 §5.2.3.
@@ -43,24 +44,24 @@ const (
 	blkSegmentLen  = 16
 	blkConfigLen   = 60
 	blkMaxSegments = 32
-	// A discard is cheap whatever its size; zeros may have to be written, and
-	// a capture waits for the request in flight.
+	// A discard is cheap at any size. Zeros may have to be written, and a
+	// capture waits for the request in flight.
 	blkMaxDiscardSectors = 1 << 22 // 2 GiB
 	blkMaxZeroSectors    = 1 << 17 // 64 MiB
 )
 
-// BlockConfig says what a Block device shows to its guest.
+// BlockConfig configures a Block device.
 type BlockConfig struct {
 	Disk Disk
-	// ID is the serial the guest reads, cut to 20 bytes.
+	// ID is the serial number that the guest reads, cut to 20 bytes.
 	ID   string
 	Rate Rate
 }
 
-// BlockStats counts what a Block did since it was made.
+// BlockStats counts the work of a Block since it was made.
 type BlockStats struct {
 	Requests     uint64
-	Errors       uint64 // requests that ended with another status than OK
+	Errors       uint64 // requests that ended with a status other than OK
 	ReadBytes    uint64
 	WrittenBytes uint64
 	Flushes      uint64
@@ -145,7 +146,7 @@ func (b *Block) Resume() {
 	b.worker.wake()
 }
 
-// Stats reads the counters, each for itself.
+// Stats reads the counters one by one.
 func (b *Block) Stats() BlockStats {
 	return BlockStats{
 		Requests: b.requests.Load(), Errors: b.errors.Load(),
@@ -153,7 +154,7 @@ func (b *Block) Stats() BlockStats {
 	}
 }
 
-// step does one request and reports whether to look for more.
+// step serves one request and reports whether to look for more.
 func (b *Block) step() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -176,8 +177,8 @@ func (b *Block) step() bool {
 	return true
 }
 
-// handle answers one request. Without room for the status there is no way to
-// answer; that is an error of the driver that stops the device.
+// handle answers one request. If the chain has no room for the status, the
+// device cannot answer: that is an error of the driver, which stops the device.
 func (b *Block) handle(c Chain) (uint32, error) {
 	if len(c.Writable) == 0 {
 		return 0, fmt.Errorf("%w: block request without a status byte", ErrQueue)
@@ -193,14 +194,15 @@ func (b *Block) handle(c Chain) (uint32, error) {
 		return 0, fmt.Errorf("%w: %w", ErrQueue, err)
 	}
 	// The used length counts bytes written from the start of the buffer
-	// (§2.7.8.2): the status counts only when all before it was written.
+	// (§2.7.8.2). So the status byte counts only if all bytes before it were
+	// written.
 	if n == dataLen {
 		n++
 	}
 	return uint32(n), nil
 }
 
-// execute returns the status and how many bytes of in it filled.
+// execute returns the status and how many bytes of in it has filled.
 func (b *Block) execute(out, in []guestmem.Range) (status byte, n uint64) {
 	if k, err := gather(b.ctx.Mem, out, b.header[:]); err != nil || k < blkHeaderLen {
 		return blkIOError, 0
@@ -231,7 +233,8 @@ func (b *Block) execute(out, in []guestmem.Range) (status byte, n uint64) {
 	return blkUnsupported, 0
 }
 
-// inside reports whether n bytes from sector on are whole sectors of the disk.
+// inside reports whether n bytes from sector on are whole sectors inside the
+// disk.
 func (b *Block) inside(sector, n uint64) bool {
 	return n%SectorSize == 0 && sector <= b.sectors && n/SectorSize <= b.sectors-sector
 }
@@ -262,8 +265,8 @@ func (b *Block) writeSectors(sector uint64, out []guestmem.Range) byte {
 	return b.writeThrough()
 }
 
-// writeThrough makes a write durable before it completes when the driver has
-// no means to flush (§5.2.6.2).
+// writeThrough makes a write durable before it completes if the driver cannot
+// flush (§5.2.6.2).
 func (b *Block) writeThrough() byte {
 	if b.ctx.Features&blkFlush != 0 {
 		return blkOK
@@ -279,8 +282,8 @@ func (b *Block) flush() byte {
 	return blkOK
 }
 
-// eraseSectors carries out a discard or a write-zeroes request. All segments
-// are read and checked before the first is touched.
+// eraseSectors carries out a discard or a write-zeroes request. It reads and
+// checks all segments before it changes the first.
 func (b *Block) eraseSectors(out []guestmem.Range, feature uint64) byte {
 	n := size(out)
 	switch {
@@ -325,8 +328,8 @@ func parseSegment(p []byte) segment {
 	}
 }
 
-// checkSegment: unknown flags, and unmap on a discard, are unsupported
-// (§5.2.6.2).
+// checkSegment checks a segment. Unknown flags, and unmap in a discard, are
+// unsupported (§5.2.6.2).
 func (b *Block) checkSegment(s segment, feature uint64) byte {
 	known, most := uint32(segmentUnmap), uint32(blkMaxZeroSectors)
 	if feature == blkDiscard {

@@ -2,24 +2,24 @@ package virtio
 
 import "fmt"
 
-// BlockState is a Block at rest: no request is in flight, those not begun are
-// in the ring. It records what the guest was told about the disk, which is
-// restored with a disk of its own.
+// BlockState is the state of a paused Block: no request is in flight, later
+// ones are in the ring. It records the properties of the disk that the guest
+// knows. A restored Block gets a disk of its own.
 type BlockState struct {
 	Sectors  uint64
 	ReadOnly bool
 	ID       [blkIDLen]byte
 }
 
-// Save describes the device; it must be paused.
+// Save returns the state of the device, which must be paused.
 func (b *Block) Save() BlockState {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return BlockState{Sectors: b.sectors, ReadOnly: b.disk.ReadOnly(), ID: b.id}
 }
 
-// Restore prepares a fresh device, before MMIO.Restore. The new disk must hold
-// what the guest knows of the old one.
+// Restore prepares a new device, before MMIO.Restore. The new disk must have
+// the properties of the old one that the guest knows.
 func (b *Block) Restore(s BlockState) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -20,8 +20,8 @@ func blkSegment(sector uint64, count, flags uint32) []byte {
 	return binary.LittleEndian.AppendUint32(p, flags)
 }
 
-// request sends a chain and returns the status byte, the last of the last
-// buffer, and the used length.
+// request sends a chain. It returns the status byte, which is the last byte of
+// the last buffer, and the used length.
 func (g *guest) request(bufs ...buf) (status byte, n uint32) {
 	g.t.Helper()
 	last := bufs[len(bufs)-1]
@@ -272,7 +272,7 @@ func TestBlockBroken(t *testing.T) {
 			g.waitIRQ()
 			g.wantBroken()
 			g.send(0, g.out(blkHeader(blkIn, 0)), g.in(512), g.in(1))
-			b.Pause() // the worker has seen it
+			b.Pause() // waits until the worker has seen it
 			if _, _, ok := g.used(0); ok || d.log() != "" {
 				t.Fatal("a broken device works")
 			}
@@ -286,8 +286,8 @@ func TestBlockBroken(t *testing.T) {
 }
 
 // TestBlockGuestChangesItsMind: descriptors and headers change while requests
-// run. Whatever the device makes of them, it stays inside its disk and memory,
-// and a reset brings it back.
+// run. In any case the device stays inside its disk and memory, and a reset
+// makes it work again.
 func TestBlockGuestChangesItsMind(t *testing.T) {
 	b := NewBlock(BlockConfig{Disk: newDisk(4)})
 	g := startGuest(t, b)
@@ -321,7 +321,7 @@ func TestBlockGuestChangesItsMind(t *testing.T) {
 		}
 		g.rings[0].nextDesc = 0
 		g.send(0, header, data, status)
-		for { // an answer, or a device that asks for a reset
+		for { // wait for an answer, or for a device that asks for a reset
 			if _, _, ok := g.used(0); ok || g.readReg(regStatus)&statusNeedsReset != 0 {
 				break
 			}
@@ -333,8 +333,9 @@ func TestBlockGuestChangesItsMind(t *testing.T) {
 	t.Logf("%d requests, %d resets, %+v", 500, resets, b.Stats())
 }
 
-// TestBlockPauseWhileBusy: Pause waits for the request in flight; the next one
-// stays in the ring, survives save and restore, and is done by the new device.
+// TestBlockPauseWhileBusy: Pause waits for the request in flight. The next
+// request stays in the ring, survives save and restore, and is served by the
+// new device.
 func TestBlockPauseWhileBusy(t *testing.T) {
 	d := newDisk(4)
 	d.entered, d.proceed = make(chan struct{}), make(chan struct{})
@@ -370,7 +371,7 @@ func TestBlockPauseWhileBusy(t *testing.T) {
 		t.Fatal("the device works while paused")
 	}
 	if done == 2 {
-		read() // so that there is one in the ring
+		read() // so that the ring holds one
 	}
 	g.kick(0)
 	s, err := g.bus.Save()

@@ -25,11 +25,11 @@ const (
 	transportFeatures = FeatureIndirectDesc | FeatureVersion1
 )
 
-// MaxQueues is the most queues a device here has; it fixes the size of
-// MMIOState.
+// MaxQueues is the largest number of queues that a device of this package has;
+// it fixes the size of MMIOState.
 const MaxQueues = 4
 
-// Device is what the transport drives. Its lifecycle is: Activate when the
+// Device is a device behind the transport. Its lifecycle is: Activate when the
 // driver sets DRIVER_OK, Notify while it runs, Reset when the driver writes 0
 // to the status. Pause and Resume may come at any time, also before Activate: a
 // device that is activated while paused starts at Resume.
@@ -39,24 +39,25 @@ type Device interface {
 	Features() uint64
 	// QueueSizes lists the largest size of each queue.
 	QueueSizes() []uint16
-	// ReadConfig fills p with the configuration space from off on; what is
-	// beyond its end reads as zero.
+	// ReadConfig fills p with the configuration space from off on. Bytes beyond
+	// its end read as zeros.
 	ReadConfig(off uint64, p []byte)
-	// WriteConfig is ignored where the field is read-only.
+	// WriteConfig ignores writes to read-only fields.
 	WriteConfig(off uint64, p []byte)
 	Activate(DriverContext) error
 	// Notify says that queue q has new buffers. It may come at any time, also
-	// after Reset, and for nothing.
+	// after Reset or without new buffers.
 	Notify(q int)
-	// Reset returns when nothing touches guest memory or files any more.
+	// Reset returns when the device does not access guest memory or files any
+	// more.
 	Reset()
 	Pause()
 	// Resume scans every queue. The transport raises the interrupt.
 	Resume()
 }
 
-// DriverContext is what a device gets to work with once its driver is ready.
-// The functions take no lock and may be called with the device's lock held.
+// DriverContext is the environment of a device once its driver is ready. The
+// functions take no lock and may be called with the device's lock held.
 type DriverContext struct {
 	Mem      *guestmem.Memory
 	Queues   []*Queue
@@ -66,11 +67,12 @@ type DriverContext struct {
 	// ConfigChanged announces a new configuration; called with the device's
 	// lock held, after the change.
 	ConfigChanged func()
-	// Fail sets DEVICE_NEEDS_RESET; the device must process nothing any more.
+	// Fail sets DEVICE_NEEDS_RESET; the device must not process requests any
+	// more.
 	Fail func(error)
 }
 
-// core is the part all devices share: the lock, and the driver's context.
+// core is the common part of all devices: the lock, and the driver's context.
 type core struct {
 	// mu protects all following fields, the queues in ctx, and the fields of
 	// the device that embeds the core unless they say otherwise.
@@ -120,8 +122,8 @@ func (c *core) fail(err error) {
 	c.ctx.Fail(err)
 }
 
-// pop takes a buffer from queue q; false also when the device does not run or
-// the ring turns out to be broken, which stops the device.
+// pop takes a buffer from queue q. It also returns false if the device does not
+// run or if the ring turns out to be broken, which stops the device.
 func (c *core) pop(q int) (Chain, bool) {
 	if !c.running() || q >= len(c.ctx.Queues) {
 		return Chain{}, false
@@ -148,8 +150,8 @@ func (c *core) quiet(q int) {
 	}
 }
 
-// popOrListen is pop, and has the driver notify the device when there is a buffer
-// again if there is none now.
+// popOrListen is pop. If there is no buffer, it asks the driver to notify the
+// device of the next one.
 func (c *core) popOrListen(q int) (Chain, bool) {
 	chain, ok := c.pop(q)
 	if ok || !c.running() || q >= len(c.ctx.Queues) {
@@ -163,7 +165,7 @@ func (c *core) popOrListen(q int) (Chain, bool) {
 	if !changed {
 		return Chain{}, false
 	}
-	return c.pop(q) // one that came before the driver saw that
+	return c.pop(q) // a buffer that came before the driver saw the request
 }
 
 // announce raises the interrupt for used buffers of queue q unless the driver
@@ -177,11 +179,11 @@ func (c *core) announce(q int) bool {
 	return true
 }
 
-// serve hands the buffers of queue q to handle, at most as many as the ring
-// holds: what a guest adds meanwhile comes with its own notification, so
-// nothing is forgotten, and a guest that adds as fast as we consume cannot keep
-// this thread. handle returns the length for the used ring; an error stops the
-// device.
+// serve calls handle for the buffers of queue q, at most as many as the ring
+// holds. The guest sends its own notification for buffers that it adds
+// meanwhile, so none is forgotten, and a guest that adds buffers as fast as we
+// consume them cannot occupy this thread. handle returns the length for the
+// used ring; an error stops the device.
 func (c *core) serve(q int, handle func(Chain) (uint32, error)) {
 	if !c.running() || q >= len(c.ctx.Queues) {
 		return
@@ -205,8 +207,8 @@ func (c *core) serve(q int, handle func(Chain) (uint32, error)) {
 	}
 }
 
-// configRead copies the part of a configuration space that [off, off+len(p))
-// names; the rest of p becomes zero.
+// configRead copies the part of a configuration space at [off, off+len(p)); the
+// rest of p becomes zero.
 func configRead(config []byte, off uint64, p []byte) {
 	clear(p)
 	if off < uint64(len(config)) {
@@ -232,7 +234,7 @@ func (w *worker) wake() {
 	}
 }
 
-// start begins to call step, after each wake-up until it returns false.
+// start calls step after each wake-up until it returns false.
 func (w *worker) start(step func() bool) {
 	quit, done := make(chan struct{}), make(chan struct{})
 	w.quit, w.done = quit, done
@@ -251,7 +253,7 @@ func (w *worker) start(step func() bool) {
 }
 
 // stop ends the goroutine and waits for it; step must have begun to return
-// false. start and stop are called by the transport alone, one at a time.
+// false. Only the transport calls start and stop, one at a time.
 func (w *worker) stop() {
 	if w.quit == nil {
 		return

@@ -10,21 +10,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Disk is what a Block device stores to. The device calls it from one
-// goroutine at a time, with offsets and lengths that are multiples of
-// SectorSize and lie inside Size.
+// Disk is the storage of a Block device. The device calls it from one goroutine
+// at a time, with offsets and lengths that are multiples of SectorSize and lie
+// inside Size.
 type Disk interface {
 	// Size is constant.
 	Size() int64
 	ReadOnly() bool
-	// ReadAt fills the ranges; fewer bytes than asked are an I/O error for
-	// the guest, with or without an error here.
+	// ReadAt fills the ranges. Fewer bytes than asked are an I/O error for the
+	// guest, with or without an error here.
 	ReadAt(mem *guestmem.Memory, ranges []guestmem.Range, off int64) (int64, error)
 	WriteAt(mem *guestmem.Memory, ranges []guestmem.Range, off int64) (int64, error)
 	// Flush returns when all earlier writes are durable.
 	Flush() error
-	// Discard says that the content is of no use any more. It may return
-	// errors.ErrUnsupported.
+	// Discard says that the guest does not need the content any more. It may
+	// return errors.ErrUnsupported.
 	Discard(off, n int64) error
 	// WriteZeroes makes a range read as zeros; with unmap it may become a hole.
 	WriteZeroes(off, n int64, unmap bool) error
@@ -38,8 +38,9 @@ type FileDisk struct {
 	readOnly bool
 }
 
-// OpenFileDisk uses an open file, whose size is taken now and rounded down to
-// sectors. The caller keeps the file and closes it after the device was reset.
+// OpenFileDisk uses an open file. It takes the file's current size, rounded
+// down to sectors. The caller keeps the file and closes it after the device was
+// reset.
 func OpenFileDisk(f *os.File, readOnly bool) (*FileDisk, error) {
 	n, err := f.Seek(0, io.SeekEnd)
 	if err != nil {
@@ -69,9 +70,10 @@ func (d *FileDisk) Discard(off, n int64) error {
 	})
 }
 
-// WriteZeroes punches a hole where it may. A range that must stay allocated
-// (§5.2.6.2) is written: the other modes of fallocate are not for a vmm, since
-// ext4 allocates beyond the limit of a file's size by them.
+// WriteZeroes punches a hole if unmap is set. A range that must stay allocated
+// (§5.2.6.2) is overwritten with zeros instead: the other modes of fallocate
+// are not allowed for a vmm, because with them ext4 allocates beyond the limit
+// of the file size.
 func (d *FileDisk) WriteZeroes(off, n int64, unmap bool) error {
 	if unmap {
 		if err := d.Discard(off, n); !errors.Is(err, errors.ErrUnsupported) {
@@ -94,7 +96,7 @@ func (d *FileDisk) writeZeroes(off, n int64) error {
 	return nil
 }
 
-// retry repeats a system call that a signal interrupted.
+// retry repeats a system call that was interrupted by a signal.
 func retry(call func() error) error {
 	for {
 		if err := call(); !errors.Is(err, unix.EINTR) {

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// fakeDisk is memory, and remembers what it was asked.
+// fakeDisk is a disk in memory that records its calls.
 type fakeDisk struct {
 	mu       sync.Mutex // protects all following fields
 	data     []byte
@@ -20,21 +20,21 @@ type fakeDisk struct {
 	calls    []string
 	err      error
 	short    bool
-	entered  chan struct{} // if set, a read says so here
-	proceed  chan struct{} // and then waits for this
+	entered  chan struct{} // if set, a read sends here
+	proceed  chan struct{} // and then waits for this channel
 }
 
 func (d *fakeDisk) Size() int64    { return int64(len(d.data)) }
 func (d *fakeDisk) ReadOnly() bool { return d.readOnly }
 
-// note records a call; the lock is held.
+// note records a call; the caller holds the lock.
 func (d *fakeDisk) note(call string) error {
 	d.calls = append(d.calls, call)
 	return d.err
 }
 
-// behave changes the disk. The lock also orders it for the race detector, which
-// does not see that the used ring does.
+// behave changes the disk. The lock also orders the change for the race
+// detector, which does not see that the used ring orders it.
 func (d *fakeDisk) behave(err error, short bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -171,7 +171,7 @@ func TestFileDisk(t *testing.T) {
 	if !bytes.Equal(read(1032), data[:4096]) {
 		t.Fatal("zeroed too much")
 	}
-	if err := d.writeZeroes(1032*SectorSize, 100<<10); err != nil { // the way without fallocate
+	if err := d.writeZeroes(1032*SectorSize, 100<<10); err != nil { // the fallback without fallocate
 		t.Fatal(err)
 	}
 	if !bytes.Equal(read(1032), make([]byte, 4096)) {

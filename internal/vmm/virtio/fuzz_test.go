@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A fuzz input is a program for a guest: what it writes to memory, to its rings
-// and to registers, and what the host's side does meanwhile.
+// A fuzz input is a program for a guest: its writes to memory, to its rings and
+// to registers, and the actions of the host meanwhile.
 const (
 	doMemory = iota // address u32, length u8, bytes
 	doChain         // queue u8, count u8, then address u32, length u32, flags u8 each
@@ -74,8 +74,8 @@ func (p program) pause() program        { return append(p, doPause) }
 func (p program) restart() program      { return append(p, doRestart) }
 func (p program) notify(q byte) program { return append(p, doNotify, q) }
 
-// fuzzer runs a program. settle, if set, waits until the device has done what it
-// was asked; host is the other side.
+// fuzzer runs a program. settle, if set, waits until the device has finished its
+// work; host is the other side.
 type fuzzer struct {
 	*guest
 	data     []byte
@@ -103,7 +103,8 @@ func (f *fuzzer) u16() uint16 { return binary.LittleEndian.Uint16(f.take(2)) }
 func (f *fuzzer) u32() uint32 { return binary.LittleEndian.Uint32(f.take(4)) }
 func (f *fuzzer) u64() uint64 { return binary.LittleEndian.Uint64(f.take(8)) }
 
-// run executes the program, then demands that a reset brings the device back.
+// run executes the program, then checks that a reset makes the device work
+// again.
 func (f *fuzzer) run() {
 	f.up()
 	for step := 0; len(f.data) > 0 && step < maxFuzzSteps; step++ {
@@ -165,7 +166,7 @@ func (f *fuzzer) step() {
 	}
 }
 
-// inert has a device's shape, for checking states.
+// inert has the methods of a device, for checking states.
 type inert struct{ Device }
 
 func (inert) Activate(DriverContext) error { return nil }
@@ -342,7 +343,8 @@ func FuzzNet(f *testing.F) {
 	})
 }
 
-// vsockProgram sends packets with given headers; rx buffers are given first.
+// vsockProgram sends packets with given headers, after giving rx receive
+// buffers.
 func vsockProgram(rx int, packets ...[]byte) program {
 	p := program{}
 	for i := range rx {

@@ -11,11 +11,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// patience bounds every wait of a test; a healthy device never gets near it.
+// patience bounds every wait of a test; a healthy device is far faster.
 const patience = time.Minute
 
-// guest plays a driver: it lays out rings in guest memory and drives registers.
-// Nothing here uses the device's own parsing.
+// guest plays a driver: it lays out rings in guest memory and accesses
+// registers. It does not use the device's own parsing.
 type guest struct {
 	t      testing.TB
 	mem    *guestmem.Memory
@@ -23,7 +23,7 @@ type guest struct {
 	irq    chan struct{} // holds at most one
 	raised atomic.Int64
 	rings  []*ring
-	next   uint64 // end of what alloc gave
+	next   uint64 // end of the memory that alloc has returned
 }
 
 type ring struct {
@@ -63,7 +63,7 @@ func newGuest(t testing.TB, dev Device) *guest {
 	return g
 }
 
-// attach puts a device, perhaps another one, in front of the guest.
+// attach connects a device, perhaps another one, to the guest.
 func (g *guest) attach(dev Device) {
 	g.irq = make(chan struct{}, 1)
 	irq := g.irq
@@ -96,7 +96,7 @@ func (g *guest) writeReg(off uint64, v uint32) {
 	g.bus.Write(off, binary.LittleEndian.AppendUint32(nil, v))
 }
 
-// negotiate goes up to FEATURES_OK.
+// negotiate runs the initialization up to FEATURES_OK.
 func (g *guest) negotiate(features uint64) {
 	g.t.Helper()
 	g.writeReg(regStatus, 0)
@@ -154,7 +154,7 @@ func (g *guest) newRing(n uint16) *ring {
 	}
 }
 
-// alloc gives 16-aligned memory.
+// alloc returns 16-aligned memory.
 func (g *guest) alloc(n uint64) uint64 {
 	g.t.Helper()
 	gpa := g.next
@@ -231,7 +231,7 @@ func (g *guest) publish(r *ring, head uint16) {
 	}
 }
 
-// add makes buffers available without telling the device.
+// add makes buffers available without notifying the device.
 func (g *guest) add(q int, bufs ...buf) uint16 {
 	g.t.Helper()
 	head := g.chain(g.rings[q], bufs...)
@@ -287,7 +287,7 @@ func (g *guest) used(q int) (head, n uint32, ok bool) {
 	return binary.LittleEndian.Uint32(p), binary.LittleEndian.Uint32(p[4:]), true
 }
 
-// wait takes an entry of the used ring, after interrupts if need be.
+// wait takes an entry of the used ring, and waits for interrupts if necessary.
 func (g *guest) wait(q int) (head, n uint32) {
 	g.t.Helper()
 	for {
@@ -307,7 +307,7 @@ func (g *guest) waitIRQ() {
 	}
 }
 
-// wantUsed demands an entry that is there already.
+// wantUsed takes an entry of the used ring that must be there already.
 func (g *guest) wantUsed(q int) (head, n uint32) {
 	g.t.Helper()
 	head, n, ok := g.used(q)

@@ -85,7 +85,7 @@ type MMIO struct {
 	generation atomic.Uint32
 	failure    atomic.Pointer[error] // why NEEDS_RESET was set last
 	live       atomic.Bool           // DRIVER_OK: notifications pass
-	paused     atomic.Bool           // no edges: Resume raises one for all
+	paused     atomic.Bool           // no edges: Resume raises one for all of them
 
 	// mu protects all following fields. They are the driver's own registers.
 	mu                sync.Mutex
@@ -107,7 +107,7 @@ func NewMMIO(mem *guestmem.Memory, dev Device, raise func()) *MMIO {
 	return m
 }
 
-// Failure tells why the device last set DEVICE_NEEDS_RESET, or nil.
+// Failure is the reason why the device last set DEVICE_NEEDS_RESET, or nil.
 func (m *MMIO) Failure() error {
 	if p := m.failure.Load(); p != nil {
 		return *p
@@ -131,8 +131,8 @@ func (m *MMIO) Read(off uint64, data []byte) {
 	}
 }
 
-// Write carries out a guest's write to the window. What the specification
-// forbids is ignored.
+// Write carries out a guest's write to the window. It ignores writes that the
+// specification forbids.
 func (m *MMIO) Write(off uint64, data []byte) {
 	switch {
 	case off >= regConfig:
@@ -180,7 +180,7 @@ func (m *MMIO) readRegister(off uint64) uint32 {
 	case regConfigGeneration:
 		return m.generation.Load()
 	case regSHMLenLow, regSHMLenHigh, regSHMBaseLow, regSHMBaseHigh:
-		return math.MaxUint32 // no region has that id, §4.2.2
+		return math.MaxUint32 // no shared memory region has that id, §4.2.2
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -221,8 +221,8 @@ func (m *MMIO) writeRegister(off uint64, v uint32) {
 	}
 }
 
-// notify runs without the transport's lock: a device that is being reset or
-// paused at this moment ignores it.
+// notify runs without the transport's lock. A device that is being reset or
+// paused at this moment ignores the notification.
 func (m *MMIO) notify(q uint32) {
 	if m.live.Load() && uint64(q) < uint64(len(m.queues)) {
 		m.dev.Notify(int(q))
@@ -231,7 +231,7 @@ func (m *MMIO) notify(q uint32) {
 
 func (m *MMIO) offered() uint64 { return m.dev.Features() | transportFeatures }
 
-// half is the 32 bits of a feature set that a selector register names.
+// half returns the 32 bits of a feature set that a selector register selects.
 func half(features uint64, sel uint32) uint32 {
 	if sel > 1 {
 		return 0
@@ -239,7 +239,7 @@ func half(features uint64, sel uint32) uint32 {
 	return uint32(features >> (32 * sel))
 }
 
-// acceptFeatures takes one half of the driver's features, until FEATURES_OK
+// acceptFeatures stores one half of the driver's features, until FEATURES_OK
 // (§3.1.1 step 5).
 func (m *MMIO) acceptFeatures(v uint32) {
 	if m.driverFeaturesSel > 1 || m.status.Load()&statusFeaturesOK != 0 {
@@ -249,8 +249,8 @@ func (m *MMIO) acceptFeatures(v uint32) {
 	m.driverFeatures = m.driverFeatures&^(math.MaxUint32<<shift) | uint64(v)<<shift
 }
 
-// writeStatus is the state machine of §2.1 and §3.1.1. Bits are only ever
-// added, in order; a driver clears them by a reset.
+// writeStatus is the state machine of §2.1 and §3.1.1. A driver can only add
+// bits, in order; a reset clears them.
 func (m *MMIO) writeStatus(v uint32) {
 	if v == 0 {
 		m.reset()
@@ -283,8 +283,8 @@ func (m *MMIO) writeStatus(v uint32) {
 	}
 }
 
-// featuresAcceptable: a subset of what was offered (§2.2.1), and VERSION_1,
-// without which §6.2 lets a device give up.
+// featuresAcceptable reports whether the features are a subset of those offered
+// (§2.2.1) and include VERSION_1, without which §6.2 lets a device give up.
 func (m *MMIO) featuresAcceptable() bool {
 	return m.driverFeatures&^m.offered() == 0 && m.driverFeatures&FeatureVersion1 != 0
 }
@@ -324,7 +324,7 @@ func (m *MMIO) configChanged() {
 	}
 }
 
-// fail marks the device as in need of a reset (§2.1.2), and tells a driver
+// fail marks the device as in need of a reset (§2.1.2), and notifies a driver
 // that is past DRIVER_OK.
 func (m *MMIO) fail(err error) {
 	m.failure.Store(&err)
@@ -354,8 +354,8 @@ func (m *MMIO) selected() *Queue {
 	return m.queues[m.queueSel]
 }
 
-// configurable: queues are set up between FEATURES_OK and DRIVER_OK (§3.1.1
-// step 7).
+// configurable reports whether queues can be set up: between FEATURES_OK and
+// DRIVER_OK (§3.1.1 step 7).
 func (m *MMIO) configurable() bool {
 	return m.status.Load()&(statusFeaturesOK|statusDriverOK|statusNeedsReset) == statusFeaturesOK
 }
@@ -370,7 +370,7 @@ func (m *MMIO) writeQueue(off uint64, v uint32) {
 	high := func(p *uint64) { *p = *p&math.MaxUint32 | uint64(v)<<32 }
 	switch off {
 	case regQueueNum:
-		q.size = uint16(min(v, math.MaxUint16)) // too large fails the check, as 65535 is no power of two
+		q.size = uint16(min(v, math.MaxUint16)) // a value that is too large fails the check: 65535 is not a power of two
 	case regQueueDescLow:
 		low(&q.desc)
 	case regQueueDescHigh:
@@ -386,8 +386,8 @@ func (m *MMIO) writeQueue(off uint64, v uint32) {
 	}
 }
 
-// writeQueueReady enables a queue, whose registers are checked here, or stops
-// it. A queue that was stopped while the driver runs stays so until a reset:
+// writeQueueReady checks the registers of a queue and enables it, or stops it.
+// A queue that is stopped while the driver runs stays stopped until a reset:
 // VIRTIO_F_RING_RESET is not offered.
 func (m *MMIO) writeQueueReady(v uint32) {
 	q := m.selected()
@@ -409,8 +409,8 @@ func (m *MMIO) writeQueueReady(v uint32) {
 }
 
 // Pause returns when the device is quiet: requests in flight are finished,
-// those not begun are in the ring, and there is no edge on the interrupt line
-// until Resume.
+// later ones are still in the ring, and the interrupt line has no edge until
+// Resume.
 func (m *MMIO) Pause() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -418,9 +418,10 @@ func (m *MMIO) Pause() {
 	m.paused.Store(true)
 }
 
-// Resume lets the device run and scan its queues, and raises the interrupt that
-// the driver has not acknowledged. Others it has seen: KVM takes an interrupt
-// before raise returns, and has it in the state of the processor.
+// Resume lets the device run and scan its queues. It raises the interrupt again
+// if the driver has not acknowledged it. Acknowledged ones need no repetition:
+// KVM accepts an interrupt before raise returns, and keeps it in the state of
+// the processor.
 func (m *MMIO) Resume() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -431,7 +432,8 @@ func (m *MMIO) Resume() {
 	}
 }
 
-// Close ends the device's goroutines. The transport is of no use afterwards.
+// Close ends the device's goroutines. The transport must not be used
+// afterwards.
 func (m *MMIO) Close() {
 	m.mu.Lock()
 	defer m.mu.Unlock()

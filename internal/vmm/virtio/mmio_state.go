@@ -2,8 +2,8 @@ package virtio
 
 import "fmt"
 
-// MMIOState is a transport at rest: the driver's registers and the positions
-// of its queues.
+// MMIOState is the state of a paused transport: the driver's registers and the
+// positions of its queues.
 type MMIOState struct {
 	DeviceType        uint32
 	Status            uint32
@@ -17,7 +17,8 @@ type MMIOState struct {
 	Queues            [MaxQueues]QueueState
 }
 
-// Save describes a paused transport. The device's own state is separate.
+// Save returns the state of a paused transport. The device's own state is
+// separate.
 func (m *MMIO) Save() (MMIOState, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -41,10 +42,10 @@ func (m *MMIO) Save() (MMIOState, error) {
 	return s, nil
 }
 
-// Restore puts a fresh transport into a saved state and, if the driver was
-// running, activates the device; it is left paused until Resume. The state may
-// come from a damaged file: an error says that it fits neither the device nor
-// the memory, and leaves the transport unused.
+// Restore sets the state of a new transport and, if the driver was running,
+// activates the device. The device is paused until Resume. The state may come
+// from a damaged file: if it does not fit the device or the memory, Restore
+// returns an error and leaves the transport unused.
 func (m *MMIO) Restore(s MMIOState) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -73,7 +74,8 @@ func (m *MMIO) Restore(s MMIOState) error {
 	return nil
 }
 
-// checkState accepts only what writeStatus and acceptFeatures could have made.
+// checkState accepts only states that writeStatus and acceptFeatures can
+// produce.
 func (m *MMIO) checkState(s MMIOState) error {
 	const ladder = statusAcknowledge | statusDriver | statusFeaturesOK | statusDriverOK
 	switch s.Status & ladder {

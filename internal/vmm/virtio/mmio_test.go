@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// probe is a device whose calls a test can see.
+// probe is a device that records its calls.
 type probe struct {
 	core
 	config   [16]byte
@@ -336,7 +336,8 @@ func TestMMIOSaveRestore(t *testing.T) {
 	}
 }
 
-// TestMMIORestoreIdle: a device that no driver has touched, or that is broken.
+// TestMMIORestoreIdle restores a device that no driver has touched, and a
+// broken one.
 func TestMMIORestoreIdle(t *testing.T) {
 	g := newGuest(t, &probe{})
 	s := g.save()

@@ -12,8 +12,8 @@ import (
 	"agentrun.dev/internal/vmm/guestmem"
 )
 
-// Feature bits, virtio 1.2 §5.1.3. Those of the guest say what it takes, those of
-// the host what it may send.
+// Feature bits, virtio 1.2 §5.1.3. The Guest bits tell which offloads the guest
+// accepts, the Host bits which it may use for its own frames.
 const (
 	netCsum      = 1 << 0
 	netGuestCsum = 1 << 1
@@ -37,25 +37,25 @@ const (
 const (
 	netQueueSize = 256
 	// netHeaderLen is the size of struct virtio_net_hdr with num_buffers, §5.1.6.
-	// Without that it is the header of a message on a wire.
+	// Without num_buffers it is the header of a message on a wire.
 	netHeaderLen = wire.HeaderLen + 2
 	netConfigLen = 12
 	vlanTagLen   = 4
-	// netMinMTU is the least §5.1.4.1 allows a device to announce.
+	// netMinMTU is the smallest MTU that §5.1.4.1 allows a device to announce.
 	netMinMTU = 68
 )
 
-// NetConfig says what a Net device shows to its guest and where frames go.
+// NetConfig configures a Net device.
 type NetConfig struct {
 	MAC [6]byte
 	MTU uint16
-	// Socket is a non-blocking unix socket that keeps messages apart
-	// (SOCK_DGRAM or SOCK_SEQPACKET), each as package wire describes it. The
-	// caller closes it after the device was reset.
+	// Socket is a non-blocking unix socket that preserves message boundaries
+	// (SOCK_DGRAM or SOCK_SEQPACKET). Package wire describes the messages. The
+	// caller closes the socket after the device was reset.
 	Socket *os.File
 }
 
-// NetStats counts frames, as the guest sees directions.
+// NetStats counts frames; the directions are the guest's.
 type NetStats struct {
 	RxFrames, RxBytes, RxDropped uint64
 	TxFrames, TxBytes, TxDropped uint64
@@ -64,14 +64,14 @@ type NetStats struct {
 // Net is a network card, virtio 1.2 §5.1, with one pair of queues.
 //
 // Frames go from guest memory to the socket and back by one system call each,
-// without a copy in this process. In both directions the side that cannot take a
-// frame makes the other one wait: when the socket is full, frames stay in the
-// guest's queue; when the guest has no buffers, they stay in the socket. What
-// neither side could ever take is dropped and counted.
+// without a copy in this process. In both directions the side that cannot accept
+// a frame makes the other one wait: if the socket is full, frames stay in the
+// guest's queue; if the guest has no buffers, they stay in the socket. Frames
+// that the receiver could never accept are dropped and counted.
 //
-// A guest gets what it has negotiated, and no more. Frames that leave something
-// to do which the guest has not promised to do are completed and cut up here,
-// from a buffer that exists only meanwhile.
+// A guest gets only frames that it can handle by the negotiated features. If a
+// frame needs an offload that the guest has not accepted, the device completes
+// the checksum or segments the frame, in a buffer that exists only meanwhile.
 type Net struct {
 	core
 
@@ -80,20 +80,20 @@ type Net struct {
 
 	rx, tx *pump // constant
 
-	// plug protects all following fields. Activate, Reset and Plug hold it, and
-	// wait for both pumps, which never take it.
+	// plug protects all following fields. Activate, Reset and Plug hold it
+	// while they wait for both pumps, which never take it.
 	plug    sync.Mutex
 	socket  *os.File
 	raw     syscall.RawConn
 	pumping bool // from Activate to Reset
 
-	// The fields below belong to who holds mu.
+	// mu protects the fields below.
 	stats NetStats
-	// unannounced counts frames that were sent and that the guest has not been told of.
+	// unannounced counts frames that were sent and not yet announced to the guest.
 	unannounced int
-	held        *heldFrame // a frame that is handed to the guest in parts, or nil
+	held        *heldFrame // a frame that the guest gets in parts, or nil
 	head        [netHeaderLen]byte
-	// Buffers of the guest for one frame, and the pieces that they are made of.
+	// The guest's buffers for one frame, and the pieces of which they consist.
 	buffers []usedBuffer
 	pieces  []guestmem.Range
 }
@@ -112,13 +112,14 @@ func NewNet(cfg NetConfig) (*Net, error) {
 	return n, nil
 }
 
-// use makes a socket the device's.
+// use makes socket the device's socket.
 func (n *Net) use(socket *os.File) error {
 	raw, err := socket.SyscallConn()
 	if err != nil {
 		return fmt.Errorf("network device: %w", err)
 	}
-	// Fails for a socket that the poller does not watch, i.e. a blocking one.
+	// This fails for a socket that the poller does not watch, such as a
+	// blocking one.
 	if err := socket.SetDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("network device: socket must be non-blocking: %w", err)
 	}
@@ -126,7 +127,7 @@ func (n *Net) use(socket *os.File) error {
 	return nil
 }
 
-// maxFrame is the longest frame that is not to be cut up.
+// maxFrame is the length of the longest frame that needs no segmentation.
 func (n *Net) maxFrame() int { return n.mtu + wire.EthernetLen + vlanTagLen }
 
 func (n *Net) Type() uint32                    { return TypeNet }
@@ -146,31 +147,31 @@ func (n *Net) Activate(ctx DriverContext) error {
 	return nil
 }
 
-// startPumps begins to move frames. The caller holds plug.
+// startPumps starts moving frames. The caller holds plug.
 func (n *Net) startPumps() {
 	n.rx.start(n.raw.Read, n.deliver)
 	n.tx.start(n.raw.Write, n.transmit)
 	n.pumping = true
 }
 
-// stopPumps returns when no frame moves any more. The caller holds plug.
+// stopPumps returns when no frame is moving any more. The caller holds plug.
 func (n *Net) stopPumps() {
 	if !n.pumping {
 		return
 	}
 	n.rx.leave()
 	n.tx.leave()
-	// A deadline in the past wakes pumps that wait in the poller. It can only
-	// fail on a closed socket, which does not wait either.
+	// A deadline in the past wakes pumps that wait in the poller. It can fail
+	// only for a closed socket, for which no pump waits.
 	_ = n.socket.SetDeadline(time.Unix(1, 0))
 	n.rx.wait()
 	n.tx.wait()
 	n.pumping = false
 }
 
-// Plug makes frames go to another socket from now on, and returns the one that
-// the device had, whose messages nobody reads any more. The caller closes it.
-// After an error the device has what it had.
+// Plug switches the device to another socket and returns the old one, which the
+// caller closes; messages in it are lost. After an error the device keeps the
+// old socket.
 func (n *Net) Plug(socket *os.File) (old *os.File, err error) {
 	n.plug.Lock()
 	defer n.plug.Unlock()
@@ -178,7 +179,7 @@ func (n *Net) Plug(socket *os.File) (old *os.File, err error) {
 	pumped := n.pumping
 	n.stopPumps()
 	if err = n.use(socket); err != nil {
-		// It had none before, and may be closed: then nothing moves.
+		// It had no deadline before. If it is closed, no frame moves anyway.
 		_ = old.SetDeadline(time.Time{})
 	}
 	if pumped {
@@ -190,7 +191,8 @@ func (n *Net) Plug(socket *os.File) (old *os.File, err error) {
 	return old, nil
 }
 
-// Notify waits for no lock: what it cannot do at once it leaves to a goroutine.
+// Notify waits for no lock. Work that it cannot do at once it leaves to a
+// goroutine.
 func (n *Net) Notify(q int) {
 	switch q {
 	case netRx:
@@ -210,7 +212,7 @@ func (n *Net) Reset() {
 	n.release()
 }
 
-// release forgets what was made for a driver.
+// release frees the memory that was used for a driver.
 func (n *Net) release() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -223,7 +225,7 @@ func (n *Net) Resume() {
 	n.rx.wake()
 }
 
-// Stats is a consistent view.
+// Stats returns consistent counters.
 func (n *Net) Stats() NetStats {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -250,9 +252,9 @@ func (p *pump) wake() {
 	}
 }
 
-// start begins to call step with the socket's descriptor. poll is a method of
-// the socket's syscall.RawConn: it calls a function again when the socket is
-// ready, until that returns true.
+// start calls step with the socket's descriptor. poll is a method of the
+// socket's syscall.RawConn: each time the socket is ready it calls a function,
+// until the function returns true.
 func (p *pump) start(poll func(func(fd uintptr) bool) error, step func(fd int) verdict) {
 	quit, done := make(chan struct{}), make(chan struct{})
 	p.quit, p.done = quit, done
@@ -273,7 +275,7 @@ func (p *pump) start(poll func(func(fd uintptr) bool) error, step func(fd int) v
 			}); err != nil || next == finished {
 				return
 			}
-			select { // for the guest, or until the device goes on
+			select { // wait for the guest, or until the device continues
 			case <-p.kick:
 			case <-quit:
 				return
@@ -282,8 +284,8 @@ func (p *pump) start(poll func(func(fd uintptr) bool) error, step func(fd int) v
 	}()
 }
 
-// leave makes the pump end when it has moved the frame at hand. A pump that waits
-// in the poller is to be woken.
+// leave makes the pump end after the current frame. The caller must wake a pump
+// that waits in the poller.
 func (p *pump) leave() { close(p.quit) }
 
 func (p *pump) wait() { <-p.done }

@@ -21,15 +21,15 @@ func (g *guest) wantsNotify(q int) bool {
 	return flags&usedNoNotify == 0
 }
 
-// withoutPumps ends the goroutines of a started device, which goes on as if they ran. Only
-// the thread that notifies the device can send frames then.
+// withoutPumps ends the goroutines of a started device, which then continues as if they
+// ran. After that only the thread that notifies the device can send frames.
 func withoutPumps(t *testing.T, n *Net) {
 	t.Helper()
 	n.plug.Lock()
 	defer n.plug.Unlock()
 	n.stopPumps()
 	n.pumping = true
-	t.Cleanup(func() { // runs before the device is reset, which would end them again
+	t.Cleanup(func() { // runs before the reset, which would end them again
 		n.plug.Lock()
 		defer n.plug.Unlock()
 		n.pumping = false
@@ -37,7 +37,7 @@ func withoutPumps(t *testing.T, n *Net) {
 }
 
 // TestNetTransmitAtOnce: frames are on the wire when the notification returns, and the
-// guest is told once of all of them.
+// guest gets one announcement for all of them.
 func TestNetTransmitAtOnce(t *testing.T) {
 	n, host := newNet(t, unix.SOCK_DGRAM)
 	g := startGuest(t, n)
@@ -61,8 +61,8 @@ func TestNetTransmitAtOnce(t *testing.T) {
 	}
 }
 
-// TestNetQuiet: the device wants to hear of frames unless it waits for the wire, and of
-// buffers only when it waits for them.
+// TestNetQuiet: the device asks for notifications of frames unless it waits for the
+// wire, and of buffers only while it waits for them.
 func TestNetQuiet(t *testing.T) {
 	n, host := newNet(t, unix.SOCK_DGRAM)
 	g := startGuest(t, n)
@@ -89,12 +89,12 @@ func TestNetQuiet(t *testing.T) {
 	for range sent {
 		recvFrame(t, host)
 	}
-	recvFrame(t, host) // the one that has waited, without a notification
+	recvFrame(t, host) // the waiting frame, without a notification
 	g.wait(netTx)
 	eventually(t, "the device to listen again", func() bool { return g.wantsNotify(netTx) })
 }
 
-// eventually waits for what another goroutine does and tells nobody.
+// eventually waits for a state that another goroutine reaches without an event.
 func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
 	for began := time.Now(); !is(); runtime.Gosched() {
@@ -104,8 +104,9 @@ func eventually(t *testing.T, what string, is func() bool) {
 	}
 }
 
-// TestNetNothingIsForgotten: a driver that notifies only when it is asked to, and a network
-// that is now slow, now fast, lose no frame and never wait for each other.
+// TestNetNothingIsForgotten: with a driver that notifies only when asked to, and a network
+// that is sometimes slow and sometimes fast, no frame is lost and neither side waits
+// forever.
 func TestNetNothingIsForgotten(t *testing.T) {
 	const frames = 20000
 	n, host := newNet(t, unix.SOCK_DGRAM)
@@ -117,7 +118,7 @@ func TestNetNothingIsForgotten(t *testing.T) {
 		return f
 	}
 	var both sync.WaitGroup
-	both.Go(func() { // sends back what it gets
+	both.Go(func() { // echoes all messages
 		p := make([]byte, wire.MaxMessage)
 		for range frames {
 			k, err := host.Read(p)
@@ -130,7 +131,7 @@ func TestNetNothingIsForgotten(t *testing.T) {
 			}
 		}
 	})
-	// All memory that the driver uses: a slot for each descriptor.
+	// All memory that the driver uses: a buffer for each descriptor.
 	var out, in [16]buf
 	for i := range out {
 		out[i], in[i] = g.out(netPacket(numbered(0))), g.in(netHeaderLen+64)
@@ -140,7 +141,7 @@ func TestNetNothingIsForgotten(t *testing.T) {
 			g.kick(q)
 		}
 	}
-	for i := range 3 { // few, so that they run out all the time
+	for i := range 3 { // few, so that they often run out
 		g.add(netRx, in[i])
 	}
 	notify(netRx)
@@ -164,7 +165,7 @@ func TestNetNothingIsForgotten(t *testing.T) {
 			}
 			received++
 			progress = true
-			// The descriptor is as it was: its head is published again.
+			// The descriptor is unchanged: its head is published again.
 			g.publish(g.rings[netRx], uint16(head))
 			notify(netRx)
 		}

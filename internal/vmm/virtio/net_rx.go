@@ -10,23 +10,23 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// usedBuffer is a buffer of the guest, and how much of it is written.
+// usedBuffer is a buffer of the guest and the number of bytes written to it.
 type usedBuffer struct {
 	head uint16
 	size uint32
 }
 
-// room is what there is for a frame in the guest.
+// room says whether the guest has room for a frame.
 type room int
 
 const (
 	enough room = iota
-	later       // when the guest gives more buffers, or the device goes on
-	never       // as the guest makes its buffers
+	later       // when the guest gives more buffers, or the device continues
+	never       // the guest's buffers can never hold it
 )
 
-// deliver moves one frame to the guest (§5.1.6.4). It looks at the frame and for
-// buffers first, so that a frame without room stays in the socket.
+// deliver moves one frame to the guest (§5.1.6.4). It first peeks at the frame
+// and takes buffers, so that a frame without room stays in the socket.
 func (n *Net) deliver(fd int) verdict {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -62,7 +62,8 @@ func (n *Net) deliver(fd int) verdict {
 	return n.fill(fd, h, frame)
 }
 
-// peek looks at the next message: its header is in n.head, its length returned.
+// peek peeks at the next message. It puts its header into n.head and returns
+// its length.
 func (n *Net) peek(fd int) (int, verdict) {
 	var head [1][]byte
 	head[0] = n.head[:wire.HeaderLen]
@@ -78,7 +79,7 @@ func (n *Net) peek(fd int) (int, verdict) {
 	return length, again
 }
 
-// drop loses the next message.
+// drop discards the next message.
 func (n *Net) drop(fd int) verdict {
 	n.stats.RxDropped++
 	if _, err := unix.Read(fd, n.head[:1]); err != nil && !errors.Is(err, unix.EINTR) {
@@ -87,7 +88,8 @@ func (n *Net) drop(fd int) verdict {
 	return again
 }
 
-// takes reports whether the guest does what the header of a frame leaves to it.
+// takes reports whether the guest has accepted the offload that the header of a
+// frame requires.
 func (n *Net) takes(h wire.Header) bool {
 	switch h.GSO {
 	case wire.GSONone:
@@ -100,9 +102,9 @@ func (n *Net) takes(h wire.Header) bool {
 	return false // ECN was not offered
 }
 
-// reserve takes buffers for so many bytes, or none: one, or as many as are needed
-// of a guest that takes frames in several. They are in n.buffers, cut to the
-// length, and n.pieces.
+// reserve takes buffers for so many bytes, or no buffers at all. It takes one
+// buffer, or several if the guest accepts frames in several. They are in
+// n.buffers, cut to the length, and n.pieces.
 func (n *Net) reserve(length int) room {
 	n.buffers, n.pieces = n.buffers[:0], n.pieces[:0]
 	mergeable := n.negotiated(netMergeable)
@@ -111,7 +113,8 @@ func (n *Net) reserve(length int) room {
 		c, ok := n.popOrListen(netRx)
 		if !ok {
 			n.unreserve()
-			// All descriptors are here already: there will be no more.
+			// The guest has given all of its descriptors already: more cannot
+			// come.
 			if n.live && slots >= n.ctx.Queues[netRx].size {
 				return never
 			}
@@ -123,7 +126,7 @@ func (n *Net) reserve(length int) room {
 		n.pieces = appendUpTo(n.pieces, c.Writable, rest)
 		switch {
 		case mergeable && has < netHeaderLen:
-			// §5.1.6.3.1: each buffer has room for the header at least.
+			// §5.1.6.3.1: each buffer has room for at least the header.
 			n.fail(fmt.Errorf("queue %d: %w: a buffer of %d bytes", netRx, ErrQueue, has))
 			return later
 		case !mergeable && has < uint64(rest), len(n.pieces) > guestmem.MaxPieces:
@@ -148,7 +151,7 @@ func appendUpTo(to, ranges []guestmem.Range, n int) []guestmem.Range {
 	return to
 }
 
-// unreserve puts the buffers back.
+// unreserve puts the reserved buffers back.
 func (n *Net) unreserve() {
 	for range n.buffers {
 		n.ctx.Queues[netRx].Unpop()
@@ -157,7 +160,7 @@ func (n *Net) unreserve() {
 }
 
 // fill reads the next message, whose header and length are known, into the
-// buffers that were reserved.
+// reserved buffers.
 func (n *Net) fill(fd int, h wire.Header, frame int) verdict {
 	body, err := n.begin(h)
 	if err == nil {
@@ -169,8 +172,7 @@ func (n *Net) fill(fd int, h wire.Header, frame int) verdict {
 	return n.finish(frame, err)
 }
 
-// put copies a frame, which leaves nothing to do, into the buffers that were
-// reserved.
+// put copies a frame that needs no offload into the reserved buffers.
 func (n *Net) put(frame []byte) verdict {
 	body, err := n.begin(wire.Header{})
 	if err == nil {
@@ -179,20 +181,20 @@ func (n *Net) put(frame []byte) verdict {
 	return n.finish(len(frame), err)
 }
 
-// begin writes the header to the buffers that were reserved, and returns where
-// the frame belongs.
+// begin writes the header to the reserved buffers, and returns the place for
+// the frame.
 func (n *Net) begin(h wire.Header) ([]guestmem.Range, error) {
 	var header [netHeaderLen]byte
 	h.Put(header[:])
-	binary.LittleEndian.PutUint16(header[wire.HeaderLen:], uint16(len(n.buffers))) // 1 without mergeable ones
+	binary.LittleEndian.PutUint16(header[wire.HeaderLen:], uint16(len(n.buffers))) // 1 without mergeable buffers
 	if _, err := scatter(n.ctx.Mem, n.pieces, header[:]); err != nil {
 		return nil, err
 	}
 	return skip(n.pieces, netHeaderLen), nil
 }
 
-// finish gives the buffers to the guest, all at the same time: it expects all
-// buffers of a frame when it sees the first (§5.1.6.4).
+// finish gives all buffers to the guest at the same time: when the guest sees
+// the first buffer of a frame, it expects the others (§5.1.6.4).
 func (n *Net) finish(frame int, err error) verdict {
 	q := n.ctx.Queues[netRx]
 	for _, b := range n.buffers {
@@ -208,15 +210,15 @@ func (n *Net) finish(frame int, err error) verdict {
 		return waitWake
 	}
 	n.announce(netRx)
-	n.quiet(netRx) // new buffers are of no interest before there are none
+	n.quiet(netRx) // new buffers do not matter until the current ones are used up
 	n.stats.RxFrames++
 	n.stats.RxBytes += uint64(frame)
 	return again
 }
 
-// heldFrame is a frame that leaves something to do which the guest does not. It
-// has left the socket, and waits for buffers of the guest. It is no part of a
-// saved device: a fork has another wire.
+// heldFrame is a frame whose offload the guest has not accepted. It was read
+// from the socket and waits for buffers of the guest. It is not part of the
+// saved state, because a fork has another wire.
 type heldFrame struct {
 	header  wire.Header
 	frame   []byte
@@ -224,7 +226,7 @@ type heldFrame struct {
 	next    int // number of the next segment
 }
 
-// hold takes a message out of the socket to complete it.
+// hold reads a message from the socket to complete or segment it.
 func (n *Net) hold(fd int, h wire.Header, length int) verdict {
 	message := make([]byte, length)
 	k, err := unix.Read(fd, message)
@@ -247,11 +249,11 @@ func (n *Net) hold(fd int, h wire.Header, length int) verdict {
 	return again
 }
 
-// maxHeaders is the usual most of the headers of a segment; others are copied once
-// more.
+// maxHeaders is the usual maximum length of a segment's headers. If they are
+// longer, the segment is copied once more.
 const maxHeaders = wire.EthernetLen + 40 + 60
 
-// deliverHeld hands out as much of the held frame as there is room for.
+// deliverHeld delivers as many parts of the held frame as there is room for.
 func (n *Net) deliverHeld() verdict {
 	f, next := n.held, again
 	give := func(s []byte) bool {

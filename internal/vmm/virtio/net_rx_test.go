@@ -54,7 +54,7 @@ func TestNetReceive(t *testing.T) {
 	g.wantHealthy()
 }
 
-// writeMessage sends one to the guest.
+// writeMessage sends a message to the guest.
 func writeMessage(t *testing.T, host *os.File, h wire.Header, f []byte) {
 	t.Helper()
 	if _, err := host.Write(messageOf(h, f)); err != nil {
@@ -62,8 +62,8 @@ func writeMessage(t *testing.T, host *os.File, h wire.Header, f []byte) {
 	}
 }
 
-// collect takes the buffers of one frame out of the ring: what they hold, behind
-// the header.
+// collect takes the buffers of one frame out of the ring and returns their
+// content behind the header.
 func (g *guest) collect(bufs map[uint32]buf) (wire.Header, []byte) {
 	g.t.Helper()
 	var all []byte
@@ -80,8 +80,8 @@ func (g *guest) collect(bufs map[uint32]buf) (wire.Header, []byte) {
 	return wire.Get(all), all[netHeaderLen:]
 }
 
-// TestNetReceiveMergeable: a guest that takes frames in several buffers gets long
-// ones whole, as soon as it has buffers enough.
+// TestNetReceiveMergeable: a guest that accepts frames in several buffers gets
+// long frames whole, as soon as it has enough buffers.
 func TestNetReceiveMergeable(t *testing.T) {
 	n, host := newNet(t, unix.SOCK_DGRAM)
 	g := startGuest(t, n)
@@ -95,9 +95,9 @@ func TestNetReceiveMergeable(t *testing.T) {
 		bufs[uint32(g.send(netRx, b))] = b
 	}
 	for range 9 {
-		add(4200) // not enough for the first frame, which is before all others
+		add(4200) // not enough for the first frame, which blocks all others
 	}
-	g.bus.Pause() // nothing moves now
+	g.bus.Pause() // no frame moves now
 	if _, _, ok := g.used(netRx); ok {
 		t.Fatal("a part of a frame was given to the guest")
 	}
@@ -122,8 +122,8 @@ func TestNetReceiveMergeable(t *testing.T) {
 	}
 }
 
-// TestNetReceiveTooFewBuffers: a frame for which a full ring has no room is lost,
-// and the next one that fits arrives.
+// TestNetReceiveTooFewBuffers: a frame that does not fit into a full ring is
+// lost, and the next one that fits arrives.
 func TestNetReceiveTooFewBuffers(t *testing.T) {
 	n, host := newNet(t, unix.SOCK_DGRAM)
 	g := startGuest(t, n)
@@ -145,8 +145,8 @@ func TestNetReceiveTooFewBuffers(t *testing.T) {
 	}
 }
 
-// TestNetReceiveInPieces: more pieces than the kernel takes at once lose a frame,
-// and nothing else.
+// TestNetReceiveInPieces: a frame in more pieces than the kernel accepts is lost;
+// all others arrive.
 func TestNetReceiveInPieces(t *testing.T) {
 	n, host := newNet(t, unix.SOCK_DGRAM)
 	g := newGuest(t, n)
@@ -172,8 +172,8 @@ func TestNetReceiveInPieces(t *testing.T) {
 	}
 }
 
-// TestNetReceiveForLess: a guest that has promised nothing gets frames that leave
-// nothing to do, none longer than its MTU, whatever is on the wire.
+// TestNetReceiveForLess: a guest without offloads gets frames that need none, and
+// none longer than its MTU, for all kinds of frames on the wire.
 func TestNetReceiveForLess(t *testing.T) {
 	for name, features := range map[string]uint64{
 		"nothing": netMTU | netMAC, "checksums": netMTU | netMAC | netGuestCsum, "buffers": netMTU | netMAC | netMergeable,
@@ -203,7 +203,8 @@ func TestNetReceiveForLess(t *testing.T) {
 			if !bytes.Equal(data, long[54:]) {
 				t.Fatal("other data arrived")
 			}
-			// A checksum that is left to do, when the guest has no buffer yet.
+			// A frame with an incomplete checksum, while the guest has no
+			// buffer.
 			h.GSO = wire.GSONone
 			small := long[:54+1000]
 			if features&netGuestCsum != 0 {
@@ -238,7 +239,7 @@ func wholeSum(f []byte) uint16 {
 	return ^uint16(sum)
 }
 
-// TestNetReceiveLies: messages that break the format are lost.
+// TestNetReceiveLies: messages with a false header are lost.
 func TestNetReceiveLies(t *testing.T) {
 	n, host := newNet(t, unix.SOCK_DGRAM)
 	g := startGuest(t, n)
@@ -266,7 +267,7 @@ func TestNetReceiveLies(t *testing.T) {
 	if got := n.Stats().RxDropped; got != uint64(len(lies)) {
 		t.Fatalf("%d of %d messages were dropped", got, len(lies))
 	}
-	// For a guest that needs it cut up, a segment that is none is lost, too.
+	// A guest that needs segmentation does not get an invalid segment either.
 	g.start(netMTU|netMAC|transportFeatures, 16)
 	writeMessage(t, host, h, notTCP)
 	h.SegmentSize = 9000 // a segment longer than the MTU
@@ -293,8 +294,8 @@ func TestNetReceiveSmallBuffer(t *testing.T) {
 	g.wantBroken()
 }
 
-// TestNetIdleMemory: a card that has moved nothing holds no buffers, and one that
-// was reset neither.
+// TestNetIdleMemory: a card that has moved no frames holds no buffers, and
+// neither does one that was reset.
 func TestNetIdleMemory(t *testing.T) {
 	n, host := newNet(t, unix.SOCK_DGRAM)
 	g := newGuest(t, n)

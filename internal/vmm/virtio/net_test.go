@@ -28,7 +28,7 @@ func newNet(t testing.TB, kind int) (*Net, *os.File) {
 
 func frame(n int, fill byte) []byte { return bytes.Repeat([]byte{fill}, n) }
 
-// netPacket is a frame as a driver gives it: behind the device's header.
+// netPacket is a frame as a driver passes it: after the device's header.
 func netPacket(f []byte) []byte { return netPacketOf(wire.Header{}, f) }
 
 func netPacketOf(h wire.Header, f []byte) []byte {
@@ -37,7 +37,7 @@ func netPacketOf(h wire.Header, f []byte) []byte {
 	return p
 }
 
-// message is a frame as it is on the wire.
+// message is a frame as it travels on the wire.
 func message(f []byte) []byte { return messageOf(wire.Header{}, f) }
 
 func messageOf(h wire.Header, f []byte) []byte {
@@ -46,7 +46,7 @@ func messageOf(h wire.Header, f []byte) []byte {
 	return p
 }
 
-// tso is the header of a long TCP segment over IPv4, and its frame.
+// tso returns the header of a long TCP segment over IPv4, and its frame.
 func tso(payload int) (wire.Header, []byte) {
 	const ip, tcp = wire.EthernetLen, wire.EthernetLen + 20
 	f := make([]byte, tcp+20+payload)
@@ -75,7 +75,7 @@ func readMessage(t testing.TB, f *os.File) (wire.Header, []byte) {
 	return h, frame
 }
 
-// recvFrame reads a frame that leaves nothing to do.
+// recvFrame reads a frame that needs no offload.
 func recvFrame(t testing.TB, f *os.File) []byte {
 	t.Helper()
 	h, frame := readMessage(t, f)
@@ -93,7 +93,7 @@ func (g *guest) cut(p []byte, n int) (out []buf) {
 	return out
 }
 
-// sendFar sends a packet from memory that no ring will be in, and waits for it.
+// sendFar sends a packet from memory far from any ring, and waits for it.
 func (g *guest) sendFar(q int, p []byte, n int) {
 	g.t.Helper()
 	defer func(next uint64) { g.next = next }(g.next)
@@ -134,8 +134,8 @@ func TestNetTransmit(t *testing.T) {
 	}
 }
 
-// TestNetTransmitOffloads: what a guest leaves to others arrives as it said, and
-// only if it was allowed to and does not lie.
+// TestNetTransmitOffloads: a guest's offload request arrives unchanged, and only
+// if the feature was negotiated and the header is consistent.
 func TestNetTransmitOffloads(t *testing.T) {
 	n, host := newNet(t, unix.SOCK_DGRAM)
 	g := startGuest(t, n)
@@ -186,12 +186,12 @@ func TestNetTransmitOffloads(t *testing.T) {
 	valid := netPacketOf(wire.Header{Flags: wire.DataValid}, frame(60, 1))
 	g.send(netTx, g.out(valid))
 	g.wait(netTx)
-	recvFrame(t, host) // what only a device says is not passed on
+	recvFrame(t, host) // flags that only a device may set are not passed on
 	g.wantHealthy()
 }
 
-// fillWire makes count numbered frames available, and returns when the device has
-// filled the wire, at whose other end nobody reads.
+// fillWire makes count numbered frames available. It returns when the device has
+// filled the wire, whose other end is not read.
 func fillWire(t *testing.T, g *guest, n *Net, count int) {
 	t.Helper()
 	for i := range count {
@@ -215,7 +215,7 @@ func fillWire(t *testing.T, g *guest, n *Net, count int) {
 	t.Fatal(err)
 }
 
-// wantFrames reads numbered frames, all there are to be.
+// wantFrames reads numbered frames and expects no others.
 func wantFrames(t *testing.T, host *os.File, from, to int) {
 	t.Helper()
 	for i := from; i < to; i++ {
@@ -225,8 +225,8 @@ func wantFrames(t *testing.T, host *os.File, from, to int) {
 	}
 }
 
-// TestNetTransmitWaits: a wire that is full makes the guest wait, and loses
-// nothing: not when it is read again, nor by a pause, a reset or another wire.
+// TestNetTransmitWaits: a full wire makes the guest wait. No frame is lost when
+// the wire is read again, nor by a pause, a reset or another wire.
 func TestNetTransmitWaits(t *testing.T) {
 	const count = 250
 	begin := func(t *testing.T) (*Net, *os.File, *guest) {
@@ -278,7 +278,7 @@ func TestNetTransmitWaits(t *testing.T) {
 	})
 	t.Run("reset", func(t *testing.T) {
 		n, host, g := begin(t)
-		g.writeReg(regStatus, 0) // returns when nothing waits
+		g.writeReg(regStatus, 0) // returns when no pump waits
 		sent := int(n.Stats().TxFrames)
 		g.start(n.Features()|transportFeatures, 16)
 		wantFrames(t, host, 0, sent)
@@ -295,7 +295,7 @@ func TestNetTransmitWaits(t *testing.T) {
 			t.Fatal(err)
 		}
 		sent := 0
-		for ; ; sent++ { // what the old wire holds
+		for ; ; sent++ { // count the frames in the old wire
 			if err := host.SetReadDeadline(time.Unix(1, 0)); err != nil {
 				t.Fatal(err)
 			}
@@ -334,7 +334,8 @@ func TestNetTransmitWaits(t *testing.T) {
 	})
 }
 
-// TestNetTransmitToNobody: frames for a wire without another end are lost.
+// TestNetTransmitToNobody: frames for a wire whose other end is closed are
+// lost.
 func TestNetTransmitToNobody(t *testing.T) {
 	n, host := newNet(t, unix.SOCK_DGRAM)
 	g := startGuest(t, n)
@@ -359,7 +360,7 @@ func TestNetBroken(t *testing.T) {
 		g.send(q, buf{gpa: 1 << 40, len: 100, write: q == netRx})
 		g.waitIRQ()
 		g.wantBroken()
-		g.start(n.Features()|transportFeatures, 16) // and is well after a reset
+		g.start(n.Features()|transportFeatures, 16) // the device works after a reset
 		g.send(netRx, g.in(2000))
 		if _, used := g.wait(netRx); used != 72 {
 			t.Fatalf("used %d", used)
@@ -367,7 +368,8 @@ func TestNetBroken(t *testing.T) {
 	}
 }
 
-// TestNetHostGone: the receiver ends, the device stays.
+// TestNetHostGone: if the host closes its end, the receiver ends and the device
+// stays.
 func TestNetHostGone(t *testing.T) {
 	n, host := newNet(t, unix.SOCK_SEQPACKET)
 	g := startGuest(t, n)
@@ -451,8 +453,8 @@ func TestNetSaveRestore(t *testing.T) {
 	}
 }
 
-// TestNetRestoreOld: a driver that was saved before the card offered anything goes
-// on with what it knew.
+// TestNetRestoreOld: a driver that was saved before the card had offloads
+// continues with the features that it knew.
 func TestNetRestoreOld(t *testing.T) {
 	n, _ := newNet(t, unix.SOCK_DGRAM)
 	g := newGuest(t, n)

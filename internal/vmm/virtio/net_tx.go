@@ -8,17 +8,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxUnannounced bounds the frames that were sent and that the guest has not been told
-// of, while there are more to send. It waits for that before it has its programs send
-// on, and each interrupt costs it three exits.
+// maxUnannounced bounds the sent frames that are not announced while there are more to
+// send. The guest's programs can send further frames only after the announcement, but
+// each interrupt costs the guest three exits.
 const maxUnannounced = 16
 
-// maxAtOnce bounds the frames that a vCPU sends when it notifies the device.
+// maxAtOnce bounds the frames that a vCPU sends for one notification.
 const maxAtOnce = 16
 
-// transmitNow sends the guest's frames, on the vCPU's thread: to wake another one costs
-// more than to send a frame. It never waits. It reports whether all of them were sent. If
-// not, the pump is needed: the wire is full, the device is busy, or there are many.
+// transmitNow sends the guest's frames on the vCPU's thread, because waking another
+// thread costs more than sending a frame. It never waits. It reports whether all frames
+// were sent. If not, the pump must continue: the wire is full, the device is busy, or
+// there are many frames.
 func (n *Net) transmitNow() (sent bool) {
 	if !n.plug.TryLock() {
 		return false
@@ -28,7 +29,7 @@ func (n *Net) transmitNow() (sent bool) {
 		return false
 	}
 	defer n.mu.Unlock()
-	// It fails only when the socket is closed, and then the pump has ended, too.
+	// This fails only if the socket is closed, and then the pump has ended, too.
 	_ = n.raw.Control(func(fd uintptr) {
 		for range maxAtOnce {
 			if next := n.transmitOne(int(fd)); next != again {
@@ -59,12 +60,12 @@ func (n *Net) transmitOne(fd int) verdict {
 	if ok {
 		err := n.ctx.Mem.WriteMessage(fd, n.head[:wire.HeaderLen], frame)
 		if errors.Is(err, unix.EAGAIN) {
-			n.ctx.Queues[netTx].Unpop() // it stays in the queue, which is saved with the guest
+			n.ctx.Queues[netTx].Unpop() // the frame stays in the queue, which is saved with the guest
 			n.announceSent()
-			n.quiet(netTx) // whoever waits for the wire looks at the queue afterwards
+			n.quiet(netTx) // the pump waits for the wire, and then looks at the queue anyway
 			return waitSocket
 		}
-		ok = err == nil // else nobody is at the other end, or the kernel has no memory
+		ok = err == nil // otherwise the other end is closed, or the kernel has no memory
 	}
 	if ok {
 		n.stats.TxFrames++
@@ -79,9 +80,9 @@ func (n *Net) transmitOne(fd int) verdict {
 	return again
 }
 
-// announceSent tells the guest of the frames that were sent. The caller holds mu. A
-// paused device does so when it goes on; one that continues from a saved guest begins
-// with an interrupt in any case (MMIO.Resume).
+// announceSent announces sent frames to the guest. The caller holds mu. A paused
+// device does so when it continues. A device restored from a snapshot begins with an
+// interrupt in any case (MMIO.Resume).
 func (n *Net) announceSent() {
 	if n.unannounced > 0 && n.running() {
 		n.announce(netTx)
@@ -90,8 +91,8 @@ func (n *Net) announceSent() {
 }
 
 // outgoing checks a frame, puts its header into n.head, and returns the rest. It
-// uses up the ranges. Nothing here relies on what the frame holds: the guest can
-// change it at any time.
+// modifies ranges. It does not rely on the content of the frame, because the
+// guest can change it at any time.
 func (n *Net) outgoing(ranges []guestmem.Range) (frame []guestmem.Range, ok bool) {
 	length := size(ranges)
 	if length < netHeaderLen || length > netHeaderLen+wire.MaxFrame {
@@ -101,7 +102,7 @@ func (n *Net) outgoing(ranges []guestmem.Range) (frame []guestmem.Range, ok bool
 		return nil, false
 	}
 	h := wire.Get(n.head[:])
-	h.Flags &^= wire.DataValid // for guests to read, not to set
+	h.Flags &^= wire.DataValid // only a device may set it
 	frame = skip(ranges, netHeaderLen)
 	if h.Check(int(length-netHeaderLen)) != nil || !n.mayLeave(h) ||
 		!h.Segmented() && length > uint64(netHeaderLen+n.maxFrame()) {
@@ -111,8 +112,8 @@ func (n *Net) outgoing(ranges []guestmem.Range) (frame []guestmem.Range, ok bool
 	return frame, true
 }
 
-// mayLeave reports whether the guest may leave to others what the header of a
-// frame says (§5.1.6.2.1).
+// mayLeave reports whether the guest may use the offload in the header of its
+// frame (§5.1.6.2.1).
 func (n *Net) mayLeave(h wire.Header) bool {
 	if h.Flags&wire.NeedsChecksum != 0 && !n.negotiated(netCsum) {
 		return false

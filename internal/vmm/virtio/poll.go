@@ -2,20 +2,19 @@ package virtio
 
 import "golang.org/x/sys/unix"
 
-// verdict is what a goroutine that moves data between a host socket and the guest
-// does next.
+// verdict tells a goroutine that moves data between a host socket and the guest
+// how to continue.
 type verdict int
 
 const (
 	again      verdict = iota
 	waitSocket         // until the socket is ready
-	waitWake           // until the guest or the VMM does something
-	linger             // as waitWake, but not for ever
+	waitWake           // until the guest or the VMM acts
+	linger             // like waitWake, but with a time limit
 	finished
 )
 
-// hungUp reports whether nothing can be read from or written to a socket any
-// more.
+// hungUp reports whether a socket can neither be read nor written any more.
 func hungUp(fd int) bool {
 	p := []unix.PollFd{{Fd: int32(fd)}}
 	_, err := unix.Poll(p, 0)

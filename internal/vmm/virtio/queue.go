@@ -33,21 +33,20 @@ const (
 	idxOffset    = 2
 )
 
-// ErrQueue says that a guest broke the rules of a virtqueue. The device that
+// ErrQueue means that a guest broke the rules of a virtqueue. The device that
 // owns the queue stands still until the driver resets it.
 var ErrQueue = errors.New("malformed virtqueue")
 
 // Queue is the device's side of a split virtqueue (virtio 1.2 §2.7).
 //
-// VIRTIO_F_EVENT_IDX is not offered: it adds two moving thresholds that must
-// survive snapshots, to save notifications that are rare here by design
-// (devices complete inline, vsock and net announce what was sent lazily, Linux
+// VIRTIO_F_EVENT_IDX is not offered. It adds two moving thresholds that must
+// survive snapshots, to save notifications that are rare here by design:
+// devices complete inline, vsock and net announce sent packets lazily, Linux
 // masks interrupts through the flags while it works on a ring, and net masks
-// notifications through them).
+// notifications through them.
 //
 // A Queue has no lock of its own. The transport writes the registers while the
-// queue is not in use; afterwards it belongs to whoever holds the device's
-// lock.
+// queue is not in use; afterwards the device's lock protects it.
 type Queue struct {
 	mem *guestmem.Memory
 	max uint16 // largest size the driver may choose
@@ -66,15 +65,15 @@ type Queue struct {
 	raw    [descSize]byte   // a descriptor or a used element in transit
 }
 
-// Chain is one buffer the driver made available: the driver wrote Readable for
-// the device, the device fills Writable. Both are valid until the next Pop, and
-// the device may cut them up in place.
+// Chain is one buffer that the driver made available: the driver wrote Readable
+// for the device, the device fills Writable. Both are valid until the next Pop,
+// and the device may cut them up in place.
 type Chain struct {
 	Head     uint16
 	Readable []guestmem.Range
 	Writable []guestmem.Range
 	// slots counts the descriptors of the ring that the chain occupies; an
-	// indirect table takes one, however long it is.
+	// indirect table takes one, no matter how long it is.
 	slots uint16
 }
 
@@ -82,13 +81,13 @@ func newQueue(mem *guestmem.Memory, maxSize uint16) *Queue {
 	return &Queue{mem: mem, max: maxSize, size: maxSize}
 }
 
-// reset forgets everything the driver said.
+// reset clears all settings of the driver.
 func (q *Queue) reset() {
 	*q = Queue{mem: q.mem, max: q.max, size: q.max, ranges: q.ranges[:0]}
 }
 
-// check validates what the driver wrote into the registers: §2.7 for the
-// alignments, §2.7.1 and §4.2.2.2 for the size.
+// check validates the registers that the driver wrote: §2.7 for the alignments,
+// §2.7.1 and §4.2.2.2 for the size.
 func (q *Queue) check() error {
 	n := uint64(q.size)
 	switch {
@@ -104,9 +103,9 @@ func (q *Queue) check() error {
 	return nil
 }
 
-// Pop takes the next buffer of the avail ring (§2.7.6). ok is false when there
-// is none or the queue is not ready. An error wraps ErrQueue, and leaves the
-// ring where it was.
+// Pop takes the next buffer of the avail ring (§2.7.6). ok is false if there is
+// no buffer or the queue is not ready. An error wraps ErrQueue and leaves the
+// position in the ring unchanged.
 func (q *Queue) Pop() (c Chain, ok bool, err error) {
 	if !q.ready {
 		return Chain{}, false, nil
@@ -135,9 +134,8 @@ func (q *Queue) Pop() (c Chain, ok bool, err error) {
 	return c, true, nil
 }
 
-// Unpop puts back the buffer that Pop returned last, untouched: the device
-// found that it has nothing to put into it. No other Pop may be in between. To
-// put back several, the last ones that Pop returned, it is called as often.
+// Unpop puts back, unused, the buffer that Pop returned last. No other Pop may
+// be in between. To put back the last n buffers, call it n times.
 func (q *Queue) Unpop() { q.nextAvail-- }
 
 // more reports whether Pop would find a buffer, or an error.
@@ -149,11 +147,12 @@ func (q *Queue) more() bool {
 	return err != nil || idx != q.nextAvail
 }
 
-// notify says whether the driver is to notify the device of buffers (§2.7.10). It is
-// a hint: a driver may do so in any case. After it was asked to, what it has added
-// before it saw that is in the ring already, so the caller looks once more (§2.7.10.1).
-// Whether anything has changed is returned. Guest memory is written only then: a fork
-// shares it with its source until it is.
+// notify tells the driver whether to notify the device of buffers (§2.7.10). It is only
+// a hint: a driver may notify in any case. After asking for notifications the caller
+// must look at the ring once more, for buffers that the driver added before it saw the
+// request (§2.7.10.1). notify returns whether it changed the flag. It writes to guest
+// memory only then, because a fork shares a page with its source until it writes to the
+// page.
 func (q *Queue) notify(wanted bool) (changed bool, err error) {
 	if !q.ready {
 		return false, nil
@@ -294,8 +293,8 @@ func (q *Queue) Push(head uint16, n uint32) error {
 	return q.publish()
 }
 
-// fill is Push without telling the driver, which publish does, of all that were
-// filled at once.
+// fill is Push without telling the driver. publish then tells it of all filled
+// entries at once.
 func (q *Queue) fill(head uint16, n uint32) error {
 	if !q.ready {
 		return nil
@@ -310,7 +309,7 @@ func (q *Queue) fill(head uint16, n uint32) error {
 	return nil
 }
 
-// publish shows the driver the entries that were filled.
+// publish shows the driver the filled entries.
 func (q *Queue) publish() error {
 	if !q.ready {
 		return nil
@@ -321,9 +320,9 @@ func (q *Queue) publish() error {
 	return nil
 }
 
-// WantsInterrupt reports whether the driver wants to hear of used buffers
+// WantsInterrupt reports whether the driver wants to be told of used buffers
 // (§2.7.7.2). Push stored the used index with a full barrier, so a driver that
-// unmasks and then looks at the index misses nothing (§2.7.14).
+// unmasks interrupts and then looks at the index misses no buffer (§2.7.14).
 func (q *Queue) WantsInterrupt() bool {
 	if !q.ready {
 		return false

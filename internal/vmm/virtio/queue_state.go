@@ -6,8 +6,8 @@ import (
 	"agentrun.dev/internal/vmm/guestmem"
 )
 
-// QueueState is a Queue between two requests. The buffers themselves are in
-// guest memory.
+// QueueState is the state of a Queue between two requests. The buffers
+// themselves are in guest memory.
 type QueueState struct {
 	Size      uint16
 	Ready     bool
@@ -26,8 +26,8 @@ func (q *Queue) save() QueueState {
 	}
 }
 
-// restoreQueue makes a queue from a state that may come from a damaged file:
-// a ready queue is checked like one that a driver enables.
+// restoreQueue makes a queue from a state, which may come from a damaged file.
+// So a ready queue is checked like one that a driver enables.
 func restoreQueue(mem *guestmem.Memory, maxSize uint16, indirect bool, s QueueState) (*Queue, error) {
 	q := newQueue(mem, maxSize)
 	q.size, q.ready, q.indirect = s.Size, s.Ready, indirect

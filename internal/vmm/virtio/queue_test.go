@@ -160,7 +160,7 @@ func TestQueueHostile(t *testing.T) {
 			g.publish(r, 7)
 			r.availIdx--
 			g.publish(r, 7)
-			// Only the second, longer chain is looked at.
+			// Only the second, longer chain is read.
 			if err := g.mem.StoreUint16(r.avail+4, 7); err != nil {
 				g.t.Fatal(err)
 			}
@@ -184,9 +184,10 @@ func nested(g *guest, r *ring, table []byte) {
 	g.publish(r, 0)
 }
 
-// TestQueueTotalLength: each buffer is inside memory, the sum is not a u32.
+// TestQueueTotalLength: each buffer is inside memory, but the sum exceeds 32
+// bits.
 func TestQueueTotalLength(t *testing.T) {
-	mem, err := guestmem.NewAnonymous(1 << 30) // touched nowhere but at the rings
+	mem, err := guestmem.NewAnonymous(1 << 30) // only the pages of the rings are touched
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -233,7 +234,7 @@ func TestQueueCheck(t *testing.T) {
 			if _, err := restoreQueue(q.mem, q.max, true, q.save()); !errors.Is(err, ErrQueue) {
 				t.Fatalf("restore: %v", err)
 			}
-			// A queue that never was checked does not run wild either.
+			// A queue that was never checked stays within bounds, too.
 			if q.size != 0 {
 				_, _, _ = q.Pop()
 				_ = q.Push(0, 0)
@@ -251,7 +252,7 @@ func TestQueueCheck(t *testing.T) {
 }
 
 // TestQueueDescriptorsChange flips descriptors between good and bad while the
-// device reads them: whatever Pop returns was checked.
+// device reads them: all that Pop returns was checked.
 func TestQueueDescriptorsChange(t *testing.T) {
 	g, r, q := queueGuest(t)
 	g.add(0, buf{gpa: 0x8000, len: 16}, buf{gpa: 0x9000, len: 16, write: true})

@@ -2,8 +2,9 @@ package virtio
 
 import "agentrun.dev/internal/vmm/guestmem"
 
-// The functions below treat a list of ranges as one string of bytes: a device
-// must not depend on how the driver cut a buffer into descriptors (§2.7.4.1).
+// The functions below treat a list of ranges as one string of bytes, because a
+// device must not depend on how the driver cut a buffer into descriptors
+// (§2.7.4.1).
 
 // size is the number of bytes in the ranges; Queue.Pop bounds it to 32 bits.
 func size(ranges []guestmem.Range) uint64 {
@@ -14,7 +15,7 @@ func size(ranges []guestmem.Range) uint64 {
 	return n
 }
 
-// gather copies the first bytes of the ranges into p and returns how many.
+// gather copies the first bytes of the ranges into p and returns their number.
 func gather(mem *guestmem.Memory, ranges []guestmem.Range, p []byte) (int, error) {
 	n := 0
 	for _, r := range ranges {
@@ -30,7 +31,8 @@ func gather(mem *guestmem.Memory, ranges []guestmem.Range, p []byte) (int, error
 	return n, nil
 }
 
-// scatter copies p to the start of the ranges and returns how much fitted.
+// scatter copies p to the start of the ranges and returns the number of bytes
+// copied.
 func scatter(mem *guestmem.Memory, ranges []guestmem.Range, p []byte) (int, error) {
 	n := 0
 	for _, r := range ranges {
@@ -60,7 +62,7 @@ func skip(ranges []guestmem.Range, n uint64) []guestmem.Range {
 }
 
 // cutLast drops the last byte, in place, and returns its address. The ranges
-// hold at least one byte; Queue.Pop returns no empty ones.
+// hold at least one byte; Queue.Pop returns no empty ranges.
 func cutLast(ranges []guestmem.Range) (uint64, []guestmem.Range) {
 	last := &ranges[len(ranges)-1]
 	last.Len--

@@ -8,8 +8,8 @@ import (
 
 const (
 	rngQueueSize = 64
-	// rngMaxRequest bounds the work of one request; a driver asks again for
-	// the rest, since a device may return less than was asked (§5.4.6).
+	// rngMaxRequest bounds the work of one request. A device may return less
+	// than was asked (§5.4.6), and the driver asks again for the rest.
 	rngMaxRequest = 64 << 10
 	rngChunk      = 4 << 10
 )
@@ -20,10 +20,11 @@ type RNG struct {
 	chunk [rngChunk]byte // random bytes on their way; cleared after use
 	bytes uint64
 
-	// When the guest asked the last time, and how long after the time before.
+	// The time of the guest's last request, and the time between it and the one
+	// before.
 	asked time.Time
 	after time.Duration
-	// notices has one after each request, once somebody wants them.
+	// notices receives one notice per request, once Asked was called.
 	notices chan struct{}
 }
 
@@ -57,11 +58,11 @@ func (r *RNG) Notify(q int) {
 	r.asked = now
 	select {
 	case r.notices <- struct{}{}:
-	default: // nobody wants it, or there is one
+	default: // the channel is nil or full
 	}
 }
 
-// Asked has a notice after each request from now on.
+// Asked receives a notice after each request from now on.
 func (r *RNG) Asked() <-chan struct{} {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -71,11 +72,11 @@ func (r *RNG) Asked() <-chan struct{} {
 	return r.notices
 }
 
-// leastFeeding is the shortest time after which a kernel feeds its generator again.
+// leastFeeding is the shortest interval at which a kernel reseeds its generator.
 const leastFeeding = 500 * time.Millisecond
 
-// Due reports whether the guest will probably ask within a time: Linux feeds its
-// generator from here at intervals, of a second at first.
+// Due reports whether the guest will probably ask within a time: Linux reseeds
+// its generator from this device at intervals, of a second at first.
 func (r *RNG) Due(within time.Duration) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -90,21 +91,21 @@ func (r *RNG) Resume() {
 	r.Notify(0)
 }
 
-// Bytes is how much randomness the guest was given.
+// Bytes is how many random bytes the guest has received.
 func (r *RNG) Bytes() uint64 {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.bytes
 }
 
-// fill answers one request. A chain without writable bytes gets nothing.
+// fill answers one request. A chain without writable bytes gets no data.
 func (r *RNG) fill(c Chain) (uint32, error) {
 	defer clear(r.chunk[:])
 	var done uint32
 	dst := c.Writable
 	for want := min(size(dst), rngMaxRequest); want > 0; {
 		p := r.chunk[:min(want, rngChunk)]
-		_, _ = rand.Read(p) // never fails: it ends the process where the kernel cannot
+		_, _ = rand.Read(p) // it never fails: if the kernel cannot deliver, it ends the process
 		if _, err := scatter(r.ctx.Mem, dst, p); err != nil {
 			return 0, fmt.Errorf("rng: %w", err)
 		}

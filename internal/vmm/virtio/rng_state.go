@@ -1,14 +1,14 @@
 package virtio
 
-// RNGState is an RNG at rest. It has no state that a guest depends on.
+// RNGState is the state of a paused RNG. No guest depends on it.
 type RNGState struct {
 	Bytes uint64
 }
 
-// Save describes the device; it must be paused.
+// Save returns the state of the device, which must be paused.
 func (r *RNG) Save() RNGState { return RNGState{Bytes: r.Bytes()} }
 
-// Restore prepares a fresh device, before MMIO.Restore.
+// Restore prepares a new device, before MMIO.Restore.
 func (r *RNG) Restore(s RNGState) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()

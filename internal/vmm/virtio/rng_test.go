@@ -21,7 +21,7 @@ func TestRNG(t *testing.T) {
 	if g.raised.Load() != 1 {
 		t.Fatalf("%d interrupts", g.raised.Load())
 	}
-	// More than a request may have; and nothing to write to.
+	// More than the limit of a request, and a chain without writable bytes.
 	big := g.in(rngMaxRequest + 1)
 	g.send(0, big)
 	if _, n := g.wantUsed(0); n != rngMaxRequest {
@@ -45,8 +45,8 @@ func TestRNG(t *testing.T) {
 	g.wantBroken()
 }
 
-// TestRNGDue: a guest that asks at intervals is expected to go on like that, for
-// one interval.
+// TestRNGDue: after two requests the next one is expected after the same
+// interval, but only for one interval.
 func TestRNGDue(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := NewRNG()
@@ -63,7 +63,7 @@ func TestRNGDue(t *testing.T) {
 			}
 		}
 		ask(time.Second)
-		expect(time.Hour, false) // once is nothing to go by
+		expect(time.Hour, false) // one request gives no interval
 		asked := r.Asked()
 		ask(time.Second)
 		<-asked
@@ -74,7 +74,7 @@ func TestRNGDue(t *testing.T) {
 		time.Sleep(time.Second)
 		expect(time.Hour, false)
 		ask(time.Millisecond)
-		ask(time.Millisecond) // a program that draws
+		ask(time.Millisecond) // a program that draws random numbers
 		expect(time.Hour, false)
 		<-r.Asked()
 		select {
@@ -85,8 +85,8 @@ func TestRNGDue(t *testing.T) {
 	})
 }
 
-// TestRNGBounded: one notification serves at most one ring full, even if the
-// guest adds on.
+// TestRNGBounded: one notification serves at most as many buffers as the ring
+// holds, even if the guest adds more.
 func TestRNGBounded(t *testing.T) {
 	g := startGuest(t, NewRNG())
 	handled := 0
@@ -96,7 +96,7 @@ func TestRNGBounded(t *testing.T) {
 	g.add(0, b)
 	d.serve(0, func(Chain) (uint32, error) {
 		handled++
-		g.add(0, b) // another vCPU
+		g.add(0, b) // like another vCPU
 		return 0, nil
 	})
 	if handled != 16 {

@@ -5,23 +5,24 @@ import (
 	"time"
 )
 
-// Rate bounds what a device does in a second; 0 is no limit. What was not used
-// may be used later, up to a second's worth.
+// Rate bounds a device's work per second; 0 is unlimited. Unused capacity can
+// be used later, up to a second's worth.
 type Rate struct {
 	Bytes, Ops uint64
 }
 
-// throttle is a pair of token buckets. A request is served whenever neither is
-// empty, and takes what it costs afterwards, also more than there is: so one
-// that is larger than a second's worth is served, and paid for by those after
-// it. Requests that wait stay in the ring, where a capture finds them.
+// throttle is a pair of token buckets. A request is served if neither bucket is
+// empty, and then pays its full cost, even if that is more than a bucket holds.
+// So a request larger than a second's worth is served, and later requests wait
+// for its debt. Requests that wait stay in the ring, where a capture finds
+// them.
 //
 // Its state is not saved: a restored device begins with full buckets.
 type throttle struct {
 	bytes, ops bucket
 	now        func() time.Time
 	after      func(time.Duration, func()) // calls a function later
-	waiting    atomic.Bool                 // a call is under way
+	waiting    atomic.Bool                 // a call of retry is scheduled
 }
 
 func newThrottle(r Rate) *throttle {
@@ -33,7 +34,7 @@ func newThrottle(r Rate) *throttle {
 	return t
 }
 
-// admit reports whether a request may be served now. If not, retry is called
+// admit reports whether a request may be served now. If not, it calls retry
 // when one may be.
 func (t *throttle) admit(retry func()) bool {
 	if t == nil {
@@ -44,7 +45,7 @@ func (t *throttle) admit(retry func()) bool {
 	if d == 0 {
 		return true
 	}
-	if !t.waiting.Swap(true) { // a guest can ask any number of times
+	if !t.waiting.Swap(true) { // a guest can ask any number of times, but one call is enough
 		t.after(d, func() {
 			t.waiting.Store(false)
 			retry()
@@ -53,7 +54,7 @@ func (t *throttle) admit(retry func()) bool {
 	return false
 }
 
-// spend takes what a request has cost.
+// spend takes the cost of a request from the buckets.
 func (t *throttle) spend(bytes uint64) {
 	if t != nil {
 		t.bytes.level -= float64(bytes)
@@ -68,7 +69,7 @@ type bucket struct {
 	last  time.Time // when it was filled; zero: full
 }
 
-// wait fills the bucket and says how long it is empty.
+// wait fills the bucket and returns how long it will be empty.
 func (b *bucket) wait(now time.Time) time.Duration {
 	if b.rate == 0 {
 		return 0
@@ -82,10 +83,10 @@ func (b *bucket) wait(now time.Time) time.Duration {
 	if b.level > 0 {
 		return 0
 	}
-	// Rounded up, and never so far off that a mistaken clock stops a disk.
+	// Round up, and limit the time, so that a wrong clock cannot stop a disk.
 	seconds := min(-b.level/b.rate, maxWait.Seconds())
 	return time.Duration(seconds*float64(time.Second)) + time.Microsecond
 }
 
-// maxWait is when an empty bucket is looked at again at the latest.
+// maxWait bounds the time until an empty bucket is looked at again.
 const maxWait = time.Minute

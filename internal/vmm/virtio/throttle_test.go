@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// clock is a time that stands still until it is moved.
+// clock is a time that advances only when the test moves it.
 type clock struct {
 	mu    sync.Mutex // protects the following
 	at    time.Time
@@ -37,14 +37,15 @@ func (c *clock) move(d time.Duration) {
 	c.at = c.at.Add(d)
 }
 
-// last is the call that is to come last, and when.
+// last returns the last scheduled call and its delay.
 func (c *clock) last() (time.Duration, func()) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.waits[len(c.waits)-1], c.calls[len(c.calls)-1]
 }
 
-// serve serves requests of a size until the throttle refuses, and says how many.
+// serve serves requests of a size until the throttle refuses, and returns their
+// number.
 func serve(t *throttle, size uint64, retry func()) (n int) {
 	for n < 1000 && t.admit(retry) {
 		t.spend(size)
@@ -58,7 +59,7 @@ func TestThrottle(t *testing.T) {
 	if n := serve(newThrottle(Rate{}), 1<<40, nobody); n != 1000 {
 		t.Errorf("without a limit %d requests were served", n)
 	}
-	// A second's worth at once, then what the clock brings.
+	// First a second's worth, then as much as the time allows.
 	th, c := throttled(Rate{Ops: 10})
 	if n := serve(th, 1<<40, nobody); n != 10 {
 		t.Errorf("at first %d requests, not 10", n)
@@ -71,7 +72,7 @@ func TestThrottle(t *testing.T) {
 	if n := serve(th, 0, nobody); n != 10 {
 		t.Errorf("after an hour %d requests, not 10", n)
 	}
-	// A request that is larger than the bucket is served, and paid for.
+	// A request larger than the bucket is served; later ones wait for its debt.
 	th, c = throttled(Rate{Bytes: 1000})
 	if n := serve(th, 5000, nobody); n != 1 {
 		t.Errorf("%d large requests, not 1", n)
@@ -95,7 +96,8 @@ func TestThrottle(t *testing.T) {
 	}
 }
 
-// TestThrottleCallsBack: whoever is refused is called once, when there is room.
+// TestThrottleCallsBack: after a refusal, retry is called once, when there is
+// room.
 func TestThrottleCallsBack(t *testing.T) {
 	th, c := throttled(Rate{Bytes: 1000})
 	called := 0
@@ -111,13 +113,15 @@ func TestThrottleCallsBack(t *testing.T) {
 	if called != 1 || !th.admit(retry) {
 		t.Errorf("called %d times, and then refused", called)
 	}
-	// A debt of years is looked at again within a minute.
+	// Even after a debt of years, the bucket is looked at again within a
+	// minute.
 	th.spend(1 << 62)
 	th.admit(retry)
 	if got := c.waits[len(c.waits)-1]; got > maxWait+time.Second {
 		t.Errorf("the next look is after %v", got)
 	}
-	// A clock that goes backwards gives nothing and takes little.
+	// If the clock goes backwards, the throttle admits no more, and little is
+	// lost.
 	th, c = throttled(Rate{Ops: 1})
 	serve(th, 0, retry)
 	c.move(-time.Hour)
@@ -126,8 +130,8 @@ func TestThrottleCallsBack(t *testing.T) {
 	}
 }
 
-// TestBlockRate: a disk with a limit serves what it may, leaves the rest in the
-// ring, and goes on by itself.
+// TestBlockRate: a disk with a limit serves as many requests as it may, leaves
+// the rest in the ring, and continues by itself.
 func TestBlockRate(t *testing.T) {
 	d := newDisk(64)
 	b := NewBlock(BlockConfig{Disk: d, Rate: Rate{Bytes: 4 * SectorSize}})
@@ -151,7 +155,7 @@ func TestBlockRate(t *testing.T) {
 	c.move(wait)
 	call()
 	g.wait(0)
-	// Zeros count as what they may have to write.
+	// Zeros cost as much as the bytes that may have to be written.
 	before := b.Stats().WrittenBytes
 	c.move(time.Hour)
 	if status, _ := g.request(g.out(blkHeader(blkWriteZeroesRq, 0)), g.out(blkSegment(0, 8, 0)), g.in(1)); status != blkOK {

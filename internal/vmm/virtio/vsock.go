@@ -25,18 +25,18 @@ const (
 
 const (
 	vsockQueueSize = 128
-	// VsockBuffer is the credit each connection grants the guest, and so the
-	// most the host buffers for it.
+	// VsockBuffer is the credit that each connection grants the guest, and so
+	// the most that the host buffers for it.
 	VsockBuffer = 256 << 10
 	// MaxVsockConns bounds the connections of one guest, and with them its
 	// goroutines, descriptors and buffers in the host.
 	MaxVsockConns = 256
-	// vsockMaxResets bounds the answers to packets that belong to no
-	// connection, which wait for the guest to give receive buffers.
+	// vsockMaxResets bounds the replies to packets without a connection, which
+	// wait until the guest gives receive buffers.
 	vsockMaxResets = MaxVsockConns
 	vsockMaxData   = 64 << 10 // payload moved at a time
-	// Linux picks its own ports below 2^31 at random and listens on small
-	// ones; the host's ends of connections live between.
+	// Linux picks its own ports below 2^31 at random and listens on small ones;
+	// the host uses ports in between for its ends.
 	vsockFirstPort = 1 << 30
 	vsockLastPort  = 1<<31 - 1
 	// vsockCloseTimeout is how long a guest may take to confirm a close (§5.10.6.5); the
@@ -46,7 +46,7 @@ const (
 	vsockLazyBytes = 256 << 10
 )
 
-// Errors that Connect reports.
+// Errors that Connect passes to result.
 var (
 	ErrVsockReset    = errors.New("vsock connection reset")
 	ErrVsockNotReady = errors.New("vsock driver is not ready")
@@ -54,23 +54,24 @@ var (
 	ErrVsockCanceled = errors.New("vsock connect canceled")
 )
 
-// VsockConfig says where a guest's connections go.
+// VsockConfig configures a Vsock device.
 type VsockConfig struct {
-	// Accept is asked for the host's end of a connection that the guest makes
-	// to a port: one end of a non-blocking unix stream socket pair, which the
-	// device takes over. It runs in a vCPU thread with the device's lock held:
-	// it must not block and must not call the device. Nil refuses all.
+	// Accept is called when the guest connects to a port. It returns the host's
+	// end of the connection: one end of a non-blocking unix stream socket pair,
+	// which the device takes over. It runs in a vCPU thread with the device's
+	// lock held, so it must not block and must not call the device. Nil refuses
+	// all connections.
 	Accept func(port uint32) (conn *os.File, ok bool)
 	// CloseTimeout bounds the wait for a guest to confirm a close; 0 means 8 s.
 	CloseTimeout time.Duration
 }
 
-// VsockStats counts packets, as the guest sees directions.
+// VsockStats counts packets; the directions are the guest's.
 type VsockStats struct {
 	Connections        int // now
 	RxPackets, RxBytes uint64
 	TxPackets, TxBytes uint64
-	Dropped            uint64 // malformed, or answers that found no room
+	Dropped            uint64 // malformed packets, and replies without room
 	Resets             uint64 // sent
 }
 
@@ -78,10 +79,10 @@ type VsockStats struct {
 // guest and the host.
 //
 // Packets from the guest are handled inline and written straight to the host's
-// socket; what does not fit waits in a buffer within the connection's credit,
-// and a goroutine that exists only meanwhile writes it out. For the other
-// direction each connection has a goroutine that sleeps in the network poller,
-// or, without credit or receive buffers, on a channel.
+// socket. Data that does not fit waits in a buffer, within the connection's
+// credit, and a goroutine that exists only meanwhile writes it out. For the
+// other direction each connection has a goroutine that sleeps in the network
+// poller or, without credit or receive buffers, on a channel.
 type Vsock struct {
 	core
 	accept       func(uint32) (*os.File, bool)
@@ -93,16 +94,16 @@ type Vsock struct {
 	blocked  int // connections that wait for credit or receive buffers
 
 	// Packets that wait for receive buffers: resets without a connection, and
-	// connections with something to say, each at most once.
+	// connections with pending control packets, each at most once.
 	resets  []vsockHeader
 	talking []*vsockConn
 
-	// standby is the connection that a copy of the guest goes on with, the
-	// zero key for none; gone are those that it does not, and that the guest
-	// has not been told of so far (see vsock_standby.go).
+	// standby is the connection that a copy of the guest continues, or the zero
+	// key. gone are the other connections that the guest still believes in,
+	// until it gets a RST for each (see vsock_standby.go).
 	standby  connKey
-	saved    VsockConnState // a standby that nobody has attached so far
-	attached *vsockConn     // one that the guest has not answered on so far
+	saved    VsockConnState // a standby that was not attached yet
+	attached *vsockConn     // an attached standby on which the guest has not answered yet
 	settled  func()         // see AttachStandby
 	gone     []connKey
 
@@ -115,7 +116,7 @@ type Vsock struct {
 	packet    []byte   // a packet in transit, in either direction
 	stats     VsockStats
 
-	controlPacket [vsockHeaderLen]byte // the same, for those without payload
+	controlPacket [vsockHeaderLen]byte // the same, for packets without payload
 }
 
 // NewVsock makes a socket device.
@@ -132,7 +133,8 @@ func NewVsock(cfg VsockConfig) *Vsock {
 
 func (d *Vsock) Type() uint32 { return TypeVsock }
 
-// Features: without any bit only stream sockets exist (§5.10.3).
+// Features offers no bits: without them there are only stream sockets
+// (§5.10.3).
 func (d *Vsock) Features() uint64 { return 0 }
 func (d *Vsock) QueueSizes() []uint16 {
 	return []uint16{vsockQueueSize, vsockQueueSize, vsockQueueSize}
@@ -153,11 +155,11 @@ func (d *Vsock) Activate(ctx DriverContext) error {
 	return nil
 }
 
-// unlock ends a critical section: it announces what was received, once for all
-// packets, and reports results without the lock.
+// unlock ends a critical section. It announces received packets, once for all
+// of them, and reports results without the lock.
 func (d *Vsock) unlock() {
 	if !d.live {
-		d.dropAll() // a broken ring ends the connections, too
+		d.dropAll() // a broken ring also ends the connections
 	}
 	if c := d.attached; c != nil && (c.answered || c.closed) {
 		d.settleGone()
@@ -204,7 +206,7 @@ func (d *Vsock) Resume() {
 	d.scan()
 }
 
-// scan does what a notification of each queue does.
+// scan acts as if the guest had notified each queue.
 func (d *Vsock) scan() {
 	for q := range d.QueueSizes() {
 		d.Notify(q)
@@ -225,11 +227,11 @@ func (d *Vsock) Notify(q int) {
 		d.serveTx()
 		d.flush()
 	case vsockEvent:
-		// Its one event would reset all connections, the standby too.
+		// Its only event would reset all connections, including the standby.
 	}
 }
 
-// wakeBlocked lets connections that wait for receive buffers look again.
+// wakeBlocked wakes connections that wait for receive buffers.
 func (d *Vsock) wakeBlocked() {
 	if d.blocked == 0 {
 		return
@@ -239,7 +241,7 @@ func (d *Vsock) wakeBlocked() {
 	}
 }
 
-// Stats is a consistent view.
+// Stats returns consistent counters.
 func (d *Vsock) Stats() VsockStats {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -248,12 +250,12 @@ func (d *Vsock) Stats() VsockStats {
 	return s
 }
 
-// Connect opens a connection to a port the guest listens on. conn is one end of
-// a non-blocking unix stream socket pair, which the device takes over and
-// closes. result is called once, from any goroutine and perhaps before Connect
-// returns, with nil when the guest has accepted; it must not block and must not
-// call the transport. cancel gives up (a guest may never answer) or, later,
-// aborts the connection.
+// Connect opens a connection to a port on which the guest listens. conn is one
+// end of a non-blocking unix stream socket pair, which the device takes over
+// and closes. result is called once, from any goroutine and perhaps before
+// Connect returns, with nil when the guest has accepted. It must not block and
+// must not call the transport. cancel gives up (a guest may never answer) or,
+// later, aborts the connection.
 func (d *Vsock) Connect(port uint32, conn *os.File, result func(error)) (cancel func()) {
 	return d.connect(port, conn, false, result)
 }
@@ -263,7 +265,7 @@ func (d *Vsock) connect(port uint32, conn *os.File, standby bool, result func(er
 	defer d.unlock()
 	refuse := func(err error) func() {
 		d.callbacks = append(d.callbacks, func() {
-			_ = conn.Close() // nothing was written to it
+			_ = conn.Close() // no data was written to it
 			result(err)
 		})
 		return func() {}

@@ -14,12 +14,12 @@ import (
 // connKey names a connection by its two ports.
 type connKey struct{ host, guest uint32 }
 
-// vsockConn is one connection. Its fields are protected by the device's lock,
-// but for those marked constant.
+// vsockConn is one connection. The device's lock protects its fields, except
+// those marked constant.
 type vsockConn struct {
 	dev  *Vsock          // constant
 	key  connKey         // constant
-	file *os.File        // constant; closed by the receive goroutine alone
+	file *os.File        // constant; only the receive goroutine closes it
 	raw  syscall.RawConn // constant
 	wake chan struct{}   // constant; holds at most one wake-up
 
@@ -35,18 +35,18 @@ type vsockConn struct {
 	toldCnt  uint32 // fwdCnt as the guest knows it
 	out      []byte
 	flushing bool // a goroutine writes out
-	deaf     bool // the host reads no more; what the guest sends is dropped
+	deaf     bool // the host reads no more; data from the guest is dropped
 	answered bool // the guest has sent data
 
 	// Host to guest.
 	sentCnt   uint32
 	peerAlloc uint32
 	peerCnt   uint32
-	asked     bool // for credit, since it ran out
+	asked     bool // the host has asked for credit since it ran out
 	eof       bool // the host sends no more
 
-	peerShut uint32 // what the guest has shut down
-	hostShut uint8  // what the host has, and the guest was or will be told
+	peerShut uint32 // the directions that the guest has shut down
+	hostShut uint8  // the directions that the host has shut down; the guest was or will be told
 
 	writeFn  func(fd uintptr) // made once, so that a write costs no allocation
 	writing  []byte
@@ -88,9 +88,9 @@ func (c *vsockConn) drop(err error) {
 	c.unblock()
 	c.poke()
 	c.report(err)
-	// Wakes goroutines that wait in the poller. The file itself is closed by
-	// one of them: Close waits for the others, who may wait for our lock. It
-	// can only fail on a closed file, where nobody waits.
+	// This wakes goroutines that wait in the poller. One of them closes the
+	// file: Close would wait for the others, which may wait for our lock. The
+	// call can fail only for a closed file, on which no goroutine waits.
 	_ = c.file.SetDeadline(time.Unix(1, 0))
 }
 
@@ -103,7 +103,7 @@ func (c *vsockConn) abort(err error) {
 	c.dev.queueReset(resetOf(c.key))
 }
 
-// report tells the result of Connect, once the lock is released.
+// report passes the result of Connect on, once the lock is released.
 func (c *vsockConn) report(err error) {
 	if f := c.result; f != nil {
 		c.result = nil
@@ -111,7 +111,7 @@ func (c *vsockConn) report(err error) {
 	}
 }
 
-// poke makes the receive goroutine look again.
+// poke wakes the receive goroutine.
 func (c *vsockConn) poke() {
 	select {
 	case c.wake <- struct{}{}:
@@ -119,7 +119,7 @@ func (c *vsockConn) poke() {
 	}
 }
 
-// block notes that the receive goroutine is about to wait for the guest.
+// block notes that the receive goroutine will wait for the guest.
 func (c *vsockConn) block() verdict {
 	if !c.blocked {
 		c.blocked = true
@@ -163,14 +163,14 @@ func (c *vsockConn) take(h vsockHeader, packet []guestmem.Range) error {
 	case opCreditUpdate:
 	case opCreditRequest:
 		c.say(sayCreditUpdate)
-	default: // a second request or response, or nothing we know
+	default: // a second request or response, or an unknown operation
 		c.abort(ErrVsockReset)
 	}
 	return nil
 }
 
-// takeData forwards n bytes to the host. More than the credit we gave is a
-// violation that ends the connection.
+// takeData forwards n bytes to the host. If the guest exceeds its credit, the
+// connection ends.
 func (c *vsockConn) takeData(packet []guestmem.Range, n uint32) error {
 	if c.peerShut&shutSend != 0 || n > VsockBuffer-(c.takenCnt-c.fwdCnt) {
 		c.abort(ErrVsockReset)
@@ -190,8 +190,8 @@ func (c *vsockConn) takeData(packet []guestmem.Range, n uint32) error {
 	return nil
 }
 
-// forward writes straight to the host's socket, in order, and keeps what does
-// not fit.
+// forward writes straight to the host's socket, in order. It buffers data that
+// does not fit.
 func (c *vsockConn) forward(p []byte) {
 	if len(c.out) == 0 && !c.deaf {
 		p = p[c.write(p):]
@@ -210,8 +210,9 @@ func (c *vsockConn) forward(p []byte) {
 	}
 }
 
-// write puts what it can into the host's socket. A host that reads no more makes
-// the connection deaf: what it has sent still goes to the guest.
+// write writes as much as possible to the host's socket. If the host reads no
+// more, the connection becomes deaf, but data that the host has sent still goes
+// to the guest.
 func (c *vsockConn) write(p []byte) int {
 	n := 0
 	for n < len(p) {
@@ -243,10 +244,10 @@ func (c *vsockConn) goDeaf() {
 	c.shut(shutReceive)
 }
 
-// forwardedAll counts as gone whatever the guest sent.
+// forwardedAll counts all data from the guest as forwarded.
 func (c *vsockConn) forwardedAll() { c.forwarded(int(c.takenCnt - c.fwdCnt)) }
 
-// shut tells the guest that the host is done with a direction.
+// shut tells the guest that the host has finished a direction.
 func (c *vsockConn) shut(flags uint8) {
 	if c.hostShut|flags != c.hostShut {
 		c.hostShut |= flags
@@ -255,8 +256,8 @@ func (c *vsockConn) shut(flags uint8) {
 }
 
 // forwarded counts bytes that left the buffer. The guest is told after a
-// quarter of its credit: one whose view of it has run out always hears of more,
-// since the whole buffer is then unannounced.
+// quarter of its credit. So a guest that believes its credit is used up always
+// gets an update, because then the whole buffer is unannounced.
 func (c *vsockConn) forwarded(n int) {
 	c.fwdCnt += uint32(n)
 	if c.fwdCnt-c.toldCnt >= VsockBuffer/4 {
@@ -264,9 +265,9 @@ func (c *vsockConn) forwarded(n int) {
 	}
 }
 
-// settle carries out what the guest has shut down, once all it sent before has
-// been forwarded (§5.10.6.5): when it is done with both directions the
-// connection ends, and a RST confirms it.
+// settle carries out the guest's shutdown once all of its earlier data was
+// forwarded (§5.10.6.5). When the guest has finished both directions, the
+// connection ends, and a RST confirms that.
 func (c *vsockConn) settle() {
 	if c.closed || len(c.out) > 0 {
 		return
@@ -284,7 +285,7 @@ func (c *vsockConn) settle() {
 	default:
 		return
 	}
-	// Fails only when the file is closed, and with it both directions.
+	// This fails only if the file is closed, and with it both directions.
 	_ = c.raw.Control(func(fd uintptr) { shutdownSocket(fd, how) })
 }
 
@@ -299,8 +300,8 @@ func (c *vsockConn) flushOut() {
 	}
 }
 
-// writeOut is called when the host's socket is writable; false waits for more
-// room.
+// writeOut is called when the host's socket is writable. It returns false to
+// wait for more room.
 func (c *vsockConn) writeOut(uintptr) bool {
 	c.dev.mu.Lock()
 	defer c.dev.unlock()
@@ -354,8 +355,7 @@ func (c *vsockConn) giveUp() verdict {
 	return finished
 }
 
-// await waits for the guest to confirm a close, and does without it after a
-// while.
+// await waits until the guest confirms a close or the timeout ends.
 func (c *vsockConn) await(timeout time.Duration) {
 	t := time.NewTimer(timeout)
 	defer t.Stop()
@@ -375,8 +375,8 @@ func (c *vsockConn) await(timeout time.Duration) {
 	}
 }
 
-// deliver moves one packet. Credit and a receive buffer come first, so that
-// what has neither stays in the host's socket.
+// deliver moves one packet. It checks credit and takes a receive buffer first,
+// so that data without either stays in the host's socket.
 func (c *vsockConn) deliver(fd int) verdict {
 	d := c.dev
 	d.mu.Lock()
@@ -433,9 +433,9 @@ func (c *vsockConn) deliver(fd int) verdict {
 	return c.watchHangup(fd)
 }
 
-// knock tells who waits for it that the host has sent something to a guest that
-// is paused. An end of the stream is no such thing: the guest hears of it when it
-// goes on.
+// knock calls the function of WakeOn because the host has sent data to a paused
+// guest. The end of the stream does not count: the guest learns of it when it
+// continues.
 func (c *vsockConn) knock(fd int) verdict {
 	var b [1]byte
 	n, _, _, _, err := unix.Recvmsg(fd, b[:], nil, unix.MSG_PEEK|unix.MSG_DONTWAIT)
@@ -451,8 +451,8 @@ func (c *vsockConn) knock(fd int) verdict {
 	return c.block()
 }
 
-// watchHangup follows the end of the host's stream: first the host sends no
-// more, then, perhaps at once, it is gone altogether.
+// watchHangup follows the end of the host's stream: first the host stops
+// sending, then, perhaps at once, it closes the socket.
 func (c *vsockConn) watchHangup(fd int) verdict {
 	c.shut(shutSend)
 	if hungUp(fd) {

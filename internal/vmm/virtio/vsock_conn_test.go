@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestVsockGuestCredit: the host sends no more than the guest has room for, asks
-// for more once, and goes on when there is.
+// TestVsockGuestCredit: the host sends no more than the guest's credit, asks
+// once for more, and continues when it gets more.
 func TestVsockGuestCredit(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	g.feed(8)
@@ -29,7 +29,7 @@ func TestVsockGuestCredit(t *testing.T) {
 		if got != before+int(grant) {
 			t.Fatalf("sent %d bytes for a credit of %d", got-before, grant)
 		}
-		g.want(k, opCreditRequest) // it has all run out
+		g.want(k, opCreditRequest) // the credit is used up
 		g.wantNothing()
 		g.fwd, g.credit = uint32(got), map[uint32]uint32{100: 100, 1: 799, 799: 0}[grant]
 		if got == 200 {
@@ -42,11 +42,11 @@ func TestVsockGuestCredit(t *testing.T) {
 	}
 }
 
-// TestVsockLyingCredit: counters that make no sense give no credit.
+// TestVsockLyingCredit: inconsistent counters give no credit.
 func TestVsockLyingCredit(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	g.feed(8)
-	g.fwd = 5 // of nothing
+	g.fwd = 5 // although no bytes were sent
 	k, host := g.dial(9)
 	mustWrite(t, host, []byte("x"))
 	g.want(k, opCreditRequest)
@@ -59,7 +59,7 @@ func TestVsockLyingCredit(t *testing.T) {
 	g.wantHealthy()
 }
 
-// TestVsockHostCredit: what the host does not read is buffered up to the
+// TestVsockHostCredit: data that the host does not read is buffered up to the
 // credit; one byte more ends the connection.
 func TestVsockHostCredit(t *testing.T) {
 	g := newVsockGuest(t, 0)
@@ -68,7 +68,7 @@ func TestVsockHostCredit(t *testing.T) {
 	h, _ := connHeader(g, k)
 	sent := uint32(0)
 	for {
-		// A correct guest: never more than it knows to be free.
+		// A correct guest never sends more than it knows to be free.
 		room := h.bufAlloc - (sent - h.fwdCnt)
 		if room == 0 {
 			break
@@ -106,8 +106,8 @@ func connHeader(g *vsockGuest, k connKey) (vsockHeader, []byte) {
 	}
 }
 
-// TestVsockBufferedData: what was buffered arrives in order when the host reads,
-// and the guest hears of its credit without asking.
+// TestVsockBufferedData: buffered data arrives in order when the host reads, and
+// the guest gets its credit back without asking.
 func TestVsockBufferedData(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	g.feed(8)
@@ -163,7 +163,7 @@ func TestVsockGuestShutdown(t *testing.T) {
 			t.Fatalf("data %q", p)
 		}
 		g.tx(k, opData, 0, []byte("one more thing"))
-		g.want(k, opReset) // it said it would not
+		g.want(k, opReset) // the guest had said that it would not send
 	})
 	t.Run("receive", func(t *testing.T) {
 		g := newVsockGuest(t, 0)
@@ -178,7 +178,7 @@ func TestVsockGuestShutdown(t *testing.T) {
 		}
 		g.tx(k, opData, 0, []byte("still here"))
 		mustRead(t, host, []byte("still here"))
-		g.tx(k, opShutdown, shutSend, nil) // hints add up: now it is both
+		g.tx(k, opShutdown, shutSend, nil) // hints add up: now both directions are shut
 		g.want(k, opReset)
 		wantEOF(t, host)
 	})
@@ -199,8 +199,8 @@ func TestVsockGuestShutdown(t *testing.T) {
 			if h.op == opReset {
 				break
 			}
-			// The device may say that it will not send to a guest that does
-			// not receive, while it still delivers.
+			// The device may announce that it will not send to a guest that
+			// does not receive, while it still delivers the guest's data.
 			if h.op != opCreditUpdate && h.op != opShutdown {
 				t.Fatalf("packet %+v", h)
 			}
@@ -250,7 +250,7 @@ func TestVsockHostClose(t *testing.T) {
 		g.feed(8)
 		k, host := g.dial(9)
 		shutHalf(t, host, unix.SHUT_RD)
-		for range 8 { // far more than the credit: it is not kept
+		for range 8 { // far more than the credit: the device drops it
 			g.tx(k, opData, 0, make([]byte, 64<<10))
 		}
 		g.want(k, opCreditUpdate)
@@ -275,7 +275,7 @@ func TestVsockHostClose(t *testing.T) {
 		k, host := g.dial(9)
 		g.tx(k, opData, 0, make([]byte, VsockBuffer)) // more than a socket holds
 		shutHalf(t, host, unix.SHUT_RD)
-		if _, err := io.Copy(io.Discard, host); err != nil { // makes room, which wakes the writer
+		if _, err := io.Copy(io.Discard, host); err != nil { // makes room and so wakes the writer
 			t.Fatal(err)
 		}
 		for {
@@ -306,7 +306,7 @@ func TestVsockHostClose(t *testing.T) {
 	})
 }
 
-// TestVsockFairness: connections that wait for receive buffers all get some.
+// TestVsockFairness: all connections that wait for receive buffers get some.
 func TestVsockFairness(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	g.feed(1)

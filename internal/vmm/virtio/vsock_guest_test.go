@@ -17,11 +17,11 @@ type vsockGuest struct {
 	*guest
 	dev     *Vsock
 	hosts   chan *os.File // host ends of accepted connections
-	credit  uint32        // buf_alloc the guest announces
-	fwd     uint32        // fwd_cnt it announces
-	scratch uint64        // where packets to send are put
+	credit  uint32        // buf_alloc that the guest announces
+	fwd     uint32        // fwd_cnt that it announces
+	scratch uint64        // address of packets to send
 	rxAt    map[uint16]uint64
-	settled atomic.Int32 // calls of what AttachStandby was given
+	settled atomic.Int32 // calls of the function given to AttachStandby
 }
 
 const (
@@ -62,13 +62,13 @@ func (g *vsockGuest) feed(n int) {
 	g.kick(vsockRx)
 }
 
-// fill completes a header with what a well-behaved guest would send.
+// fill completes a header with the values of a well-behaved guest.
 func (g *vsockGuest) fill(h vsockHeader) vsockHeader {
 	h.srcCID, h.dstCID, h.kind, h.bufAlloc, h.fwdCnt = GuestCID, HostCID, vsockStream, g.credit, g.fwd
 	return h
 }
 
-// sendRaw sends a packet as it is; the device handles it before this returns.
+// sendRaw sends a packet unchanged; the device handles it before this returns.
 func (g *vsockGuest) sendRaw(h vsockHeader, payload []byte) {
 	g.t.Helper()
 	p := make([]byte, vsockHeaderLen, vsockHeaderLen+len(payload))
@@ -124,7 +124,7 @@ func (g *vsockGuest) wantNothing() {
 	}
 }
 
-// dial connects from the guest.
+// dial connects from the guest to the host.
 func (g *vsockGuest) dial(port uint32) (connKey, *os.File) {
 	g.t.Helper()
 	k := connKey{host: acceptPort, guest: port}
@@ -133,7 +133,7 @@ func (g *vsockGuest) dial(port uint32) (connKey, *os.File) {
 	return k, <-g.hosts
 }
 
-// call connects from the host.
+// call connects from the host to the guest.
 func (g *vsockGuest) call(port uint32) (connKey, *os.File) {
 	g.t.Helper()
 	a, b := socketpair(g.t, unix.SOCK_STREAM)

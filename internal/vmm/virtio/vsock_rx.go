@@ -7,8 +7,9 @@ import (
 	"agentrun.dev/internal/vmm/guestmem"
 )
 
-// What a connection has to tell its guest, in the order in which it is told.
-// Each is a bit, so a guest that gives no receive buffers costs nothing.
+// The control packets that a connection can have pending, in the order in which
+// they are sent. Each is a bit, so a guest that gives no receive buffers costs
+// no memory.
 const (
 	sayRequest = 1 << iota
 	sayResponse
@@ -17,7 +18,7 @@ const (
 	sayShutdown
 )
 
-// say notes something to tell; Vsock.flush tells it.
+// say marks a control packet as pending; Vsock.flush sends it.
 func (c *vsockConn) say(what uint8) {
 	if c.closed {
 		return
@@ -28,7 +29,7 @@ func (c *vsockConn) say(what uint8) {
 	c.unsaid |= what
 }
 
-// flush sends waiting control packets while there are receive buffers. It
+// flush sends pending control packets while there are receive buffers. It
 // reports whether all were sent. They go before data.
 func (d *Vsock) flush() bool {
 	if !d.running() {
@@ -91,8 +92,8 @@ func (c *vsockConn) controlHeader(bit uint8) vsockHeader {
 	return h
 }
 
-// sendControl puts a packet without payload into a receive buffer; false when
-// there is none.
+// sendControl puts a packet without payload into a receive buffer. It returns
+// false if there is no buffer.
 func (d *Vsock) sendControl(h vsockHeader) bool {
 	c, room := d.rxBuffer()
 	if room == 0 {
@@ -103,9 +104,9 @@ func (d *Vsock) sendControl(h vsockHeader) bool {
 	return d.sendPacket(c, p)
 }
 
-// rxBuffer takes a receive buffer and tells how much payload fits; 0 when there
-// is none. A buffer without room for payload could never be filled: that is a
-// broken driver.
+// rxBuffer takes a receive buffer and returns how much payload fits; 0 if there
+// is no buffer. A buffer without room for payload is an error of the driver,
+// because it could never be filled.
 func (d *Vsock) rxBuffer() (Chain, int) {
 	c, ok := d.pop(vsockRx)
 	if !ok {
@@ -119,7 +120,7 @@ func (d *Vsock) rxBuffer() (Chain, int) {
 	return c, int(min(n-vsockHeaderLen, vsockMaxData))
 }
 
-// sendPacket fills a receive buffer; the interrupt comes with unlock.
+// sendPacket fills a receive buffer; unlock raises the interrupt.
 func (d *Vsock) sendPacket(c Chain, p []byte) bool {
 	if _, err := scatter(d.ctx.Mem, c.Writable, p); err != nil {
 		d.fail(fmt.Errorf("queue %d: %w", vsockRx, err))
@@ -132,7 +133,7 @@ func (d *Vsock) sendPacket(c Chain, p []byte) bool {
 }
 
 // header is the start of every packet to the guest. It carries our credit, so
-// the guest then knows of all that was forwarded.
+// the guest then knows how much was forwarded.
 func (c *vsockConn) header() vsockHeader {
 	c.toldCnt = c.fwdCnt
 	return vsockHeader{
@@ -141,7 +142,7 @@ func (c *vsockConn) header() vsockHeader {
 	}
 }
 
-// updateCredit learns what the guest has room for (§5.10.6.3).
+// updateCredit stores how much room the guest has (§5.10.6.3).
 func (c *vsockConn) updateCredit(h vsockHeader) {
 	c.peerAlloc, c.peerCnt = h.bufAlloc, h.fwdCnt
 	if c.credit() > 0 {
@@ -149,8 +150,8 @@ func (c *vsockConn) updateCredit(h vsockHeader) {
 	}
 }
 
-// credit is how much the guest has room for. The counters run freely; a guest
-// that claims to have received more than was sent has none.
+// credit is how much room the guest has. The counters run freely. A guest that
+// claims to have received more than was sent has no credit.
 func (c *vsockConn) credit() uint32 {
 	inFlight := c.sentCnt - c.peerCnt
 	if inFlight >= c.peerAlloc {

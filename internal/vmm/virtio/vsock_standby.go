@@ -5,40 +5,41 @@ import (
 	"os"
 )
 
-// A copy of a guest must not speak on its parent's connections, whose other
-// ends belong to somebody else: it gets a RST for each. (§5.10.6.7 has an event
-// that resets all of them. It would make every copy open a connection anew, in
-// which the guest touches some hundred pages.) One connection, the standby,
-// goes on: whoever restores the copy gives it another end. It must have been
-// idle when the guest was captured, so that neither side misses anything.
+// A copy of a guest must not use its parent's connections, whose other ends
+// belong to clients of the parent: it gets a RST for each. (§5.10.6.7 has an
+// event that resets all of them. It would make every copy open a connection
+// anew, for which the guest touches some hundred pages.) Only one connection,
+// the standby, continues: the process that restores the copy attaches another
+// end to it. The standby must have been idle when the guest was captured, so
+// that neither side misses data.
 
-// ConnectStandby is Connect for the connection that copies go on with. A
-// further call replaces it.
+// ConnectStandby is Connect for the connection that copies continue. A later
+// call replaces it.
 func (d *Vsock) ConnectStandby(port uint32, conn *os.File, result func(error)) {
 	d.connect(port, conn, true, result)
 }
 
-// WakeOn has f called, once and without the device's lock, when the host sends
-// something on an open connection while the device is paused. Resume ends that, as
-// does WakeOn(nil).
+// WakeOn makes the device call f, once and without its lock, when the host sends
+// data on an open connection while the device is paused. Resume and WakeOn(nil)
+// cancel that.
 func (d *Vsock) WakeOn(f func()) {
 	d.mu.Lock()
 	defer d.unlock()
 	d.knocked = f
 	if f != nil {
-		d.wakeBlocked() // what has come already counts
+		d.wakeBlocked() // data that has already arrived counts, too
 	}
 }
 
-// errNoStandby is a mistake of the caller, who knows what was saved.
+// errNoStandby is a mistake of the caller, which knows the saved state.
 var errNoStandby = errors.New("vsock: the state has no standby connection")
 
-// AttachStandby gives the standby connection of a restored guest its other end, after
-// MMIO.Restore and before Resume. Without it the connection is gone, too.
-// settled is called once, without the device's lock: when the guest has answered
-// and the host has more for it, or when it will not answer. What it is to hear
-// besides can be told then. Until it is used, a copy has nothing more to do, and
-// so no more memory of its own.
+// AttachStandby attaches another end to the standby connection of a restored guest,
+// after MMIO.Restore and before Resume. Without it the connection is gone like the
+// others. settled is called once, without the device's lock: when the guest has
+// answered and the host has more data for it, or when the guest will not answer. The
+// VMM can then give the guest other news. Until a copy is used it has no other work,
+// and so no more memory of its own.
 func (d *Vsock) AttachStandby(conn *os.File, settled func()) error {
 	d.mu.Lock()
 	defer d.unlock()
@@ -57,12 +58,12 @@ func (d *Vsock) AttachStandby(conn *os.File, settled func()) error {
 	return nil
 }
 
-// settleGone tells the guest of the connections that it has no more. With a
-// standby that waits until the guest has answered on it: the first answer is
-// what everybody waits for, and what the guest sends on the others meanwhile is
-// answered with a RST anyway.
+// settleGone sends the guest a RST for each connection that is gone. With a
+// standby it waits until the guest has answered on it, because users wait for
+// that first answer. If the guest sends on the other connections meanwhile, it
+// gets a RST anyway.
 func (d *Vsock) settleGone() {
-	if d.saved.Host != 0 { // nobody wanted it
+	if d.saved.Host != 0 { // it was not attached
 		d.gone = append(d.gone, connKey{host: d.saved.Host, guest: d.saved.Guest})
 		d.saved = VsockConnState{}
 	}
@@ -81,8 +82,8 @@ func (d *Vsock) settleGone() {
 	d.gone = nil
 }
 
-// used notes that the host has something for the guest, which a copy that has
-// answered takes as the beginning of its use.
+// used notes that the host has data for the guest. If a copy has already
+// answered, this is the start of its use.
 func (d *Vsock) used() {
 	if d.attached == nil && d.settled != nil {
 		d.callbacks = append(d.callbacks, d.settled)
@@ -90,8 +91,8 @@ func (d *Vsock) used() {
 	}
 }
 
-// forgetGone: the ports of a connection that is gone are used for a new one,
-// or the guest was told otherwise.
+// forgetGone drops the RST for a connection that is gone, because its ports are
+// used for a new one or the guest has already got a RST.
 func (d *Vsock) forgetGone(k connKey) {
 	for i, g := range d.gone {
 		if g == k {
@@ -101,7 +102,7 @@ func (d *Vsock) forgetGone(k connKey) {
 	}
 }
 
-// resetOf is the RST of a connection.
+// resetOf returns the RST packet of a connection.
 func resetOf(k connKey) vsockHeader {
 	return vsockHeader{srcCID: HostCID, dstCID: GuestCID, srcPort: k.host, dstPort: k.guest, kind: vsockStream, op: opReset}
 }

@@ -6,17 +6,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// VsockState is a Vsock at rest. Connections are not part of it, but for one:
-// their other ends are processes of the host, and a copy of the guest is told
-// that they are gone.
+// VsockState is the state of a paused Vsock. Of the connections only the
+// standby continues: the other ends of the rest are processes of the host, and
+// a copy of the guest gets a RST for each.
 type VsockState struct {
-	// NextPort goes on counting, so that a new connection is not taken for one
-	// from before the capture.
+	// NextPort continues in the copy, so that a new connection does not get the
+	// ports of a connection from before the capture.
 	NextPort uint32
-	// Standby is the connection that a copy goes on with; its ports are 0 when
-	// there is none.
+	// Standby is the connection that a copy continues; its ports are 0 if there
+	// is no such connection.
 	Standby VsockConnState
-	// Gone is how many of Ports are connections that the guest believes in.
+	// Gone is how many entries of Ports are connections that the guest believes
+	// in.
 	Gone  uint32
 	Ports [MaxVsockConns]VsockPorts
 }
@@ -24,16 +25,16 @@ type VsockState struct {
 // VsockPorts are the two ports of a connection.
 type VsockPorts struct{ Host, Guest uint32 }
 
-// VsockConnState is an idle connection at rest: its ports and the counters of
-// its credit.
+// VsockConnState is the state of an idle connection: its ports and the counters
+// of its credit.
 type VsockConnState struct {
 	Host, Guest        uint32
-	Taken, Told        uint32 // guest to host; all of it was forwarded
+	Taken, Told        uint32 // guest to host; all of it has reached the host
 	Sent               uint32 // host to guest
 	PeerAlloc, PeerCnt uint32
 }
 
-// Save describes the device; it must be paused.
+// Save returns the state of the device, which must be paused.
 func (d *Vsock) Save() VsockState {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -57,17 +58,19 @@ func (d *Vsock) Save() VsockState {
 	for _, k := range d.gone {
 		note(k)
 	}
-	// Last, as these can be missed: the guest's next packet brings another.
+	// These come last, because they may be lost: the guest's next packet causes
+	// another RST.
 	for _, h := range d.resets {
 		note(connKey{host: h.srcPort, guest: h.dstPort})
 	}
 	return s
 }
 
-// HasStandby reports whether a copy can go on with the standby connection.
+// HasStandby reports whether a copy can continue the standby connection.
 func (s VsockState) HasStandby() bool { return s.Standby.Host != 0 }
 
-// idle: nothing is on its way in either direction that a copy would miss.
+// idle reports whether no data is in transit in either direction, so that a
+// copy misses none.
 func (c *vsockConn) idle() bool {
 	if !c.open || c.unsaid != 0 || len(c.out) > 0 || c.flushing || c.deaf || c.eof || c.peerShut != 0 || c.hostShut != 0 {
 		return false
@@ -76,10 +79,10 @@ func (c *vsockConn) idle() bool {
 	err := c.raw.Control(func(fd uintptr) {
 		_, _, _, _, look = unix.Recvmsg(int(fd), make([]byte, 1), nil, unix.MSG_PEEK|unix.MSG_DONTWAIT)
 	})
-	return err == nil && errors.Is(look, unix.EAGAIN) // nothing to read, nor the end
+	return err == nil && errors.Is(look, unix.EAGAIN) // neither data nor the end of the stream
 }
 
-// Restore prepares a fresh device, before MMIO.Restore.
+// Restore prepares a new device, before MMIO.Restore.
 func (d *Vsock) Restore(s VsockState) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()

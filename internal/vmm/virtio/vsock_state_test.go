@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// callStandby connects the connection that copies go on with.
+// callStandby makes the connection that copies continue.
 func (g *vsockGuest) callStandby(port uint32) (connKey, *os.File) {
 	g.t.Helper()
 	a, b := socketpair(g.t, unix.SOCK_STREAM)
@@ -25,7 +25,7 @@ func (g *vsockGuest) callStandby(port uint32) (connKey, *os.File) {
 	return k, b
 }
 
-// copyOf captures the guest and goes on in a copy of it.
+// copyOf captures the guest and continues in a copy of it.
 func (g *vsockGuest) copyOf(want bool) (end *os.File) {
 	g.t.Helper()
 	s := g.save()
@@ -52,8 +52,8 @@ func (g *vsockGuest) copyOf(want bool) (end *os.File) {
 	return b
 }
 
-// TestVsockStandby: a copy goes on with the one connection, and is told of the
-// others when it has answered on that one.
+// TestVsockStandby: a copy continues one connection. It gets a RST for the
+// others once it has answered on that one.
 func TestVsockStandby(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	g.feed(8)
@@ -83,7 +83,7 @@ func TestVsockStandby(t *testing.T) {
 		if g.settled.Load() != 0 {
 			t.Fatal("settled before the guest is used")
 		}
-		if generation == 1 { // by another connection
+		if generation == 1 { // on another connection
 			dialed, _ := g.callStandby(53)
 			g.tx(dialed, opReset, 0, nil)
 		} else {
@@ -95,7 +95,7 @@ func TestVsockStandby(t *testing.T) {
 		if g.settled.Load() != 1 {
 			t.Fatalf("settled %d times", g.settled.Load())
 		}
-		// Each copy must name its own.
+		// Each copy must choose its own standby.
 		if g.dev.Save().HasStandby() {
 			t.Fatal("a connection that was attached is a standby again")
 		}
@@ -109,8 +109,8 @@ func TestVsockStandby(t *testing.T) {
 	g.wantHealthy()
 }
 
-// TestVsockStandbyRefused: a connection with something on its way is not handed
-// on, and one that nobody attaches is reset like all.
+// TestVsockStandbyRefused: a connection with data in transit cannot be a
+// standby, and a standby that is not attached gets a RST like all others.
 func TestVsockStandbyRefused(t *testing.T) {
 	for name, disturb := range map[string]func(*vsockGuest, connKey, *os.File){
 		"unread by the guest": func(g *vsockGuest, _ connKey, host *os.File) {
@@ -151,8 +151,8 @@ func TestVsockStandbyRefused(t *testing.T) {
 	g.want(k, opReset)
 }
 
-// TestVsockStandbyLost: a guest that ends the standby without an answer is
-// told of the others all the same.
+// TestVsockStandbyLost: a guest that ends the standby without an answer still
+// gets a RST for the others.
 func TestVsockStandbyLost(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	g.feed(8)
@@ -167,8 +167,8 @@ func TestVsockStandbyLost(t *testing.T) {
 	}
 }
 
-// TestVsockGoneTold: what a guest says on a connection that is gone is answered
-// at once, and its ports can be used for a new one.
+// TestVsockGoneTold: a packet of the guest on a connection that is gone is
+// answered at once, and its ports can be used again.
 func TestVsockGoneTold(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	g.feed(8)
@@ -184,8 +184,8 @@ func TestVsockGoneTold(t *testing.T) {
 	g.wantNothing()
 }
 
-// TestVsockSaveRestore: packets that were not looked at are in the ring, the
-// connections are gone, the new device answers for both.
+// TestVsockSaveRestore: packets that were not handled are in the ring, and the
+// connections are gone. The new device answers for both.
 func TestVsockSaveRestore(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	g.feed(8)
@@ -223,7 +223,7 @@ func TestVsockSaveRestore(t *testing.T) {
 	g.wantUsed(vsockTx)
 	g.wantUsed(vsockTx)
 	told := map[connKey]uint16{}
-	for range 5 { // one more for the data that it had sent on the first
+	for range 5 { // one more for the data that the guest had sent on the first
 		h, _ := g.rx()
 		told[connKey{host: h.srcPort, guest: h.dstPort}] = h.op
 	}
@@ -241,7 +241,8 @@ func TestVsockSaveRestore(t *testing.T) {
 	}
 }
 
-// TestVsockPauseWhileBusy pauses under traffic: nothing moves, nothing is lost.
+// TestVsockPauseWhileBusy pauses under traffic: no data moves meanwhile, and
+// none is lost.
 func TestVsockPauseWhileBusy(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	g.feed(8)
@@ -285,8 +286,8 @@ func TestVsockPauseWhileBusy(t *testing.T) {
 	}
 }
 
-// TestVsockResetUnderLoad: a driver that resets the device in full traffic gets
-// a quiet device, and every host end is closed.
+// TestVsockResetUnderLoad: after a reset in full traffic the device is quiet,
+// and all host ends are closed.
 func TestVsockResetUnderLoad(t *testing.T) {
 	g := newVsockGuest(t, time.Minute)
 	g.feed(8)
@@ -317,8 +318,8 @@ func TestVsockResetUnderLoad(t *testing.T) {
 	}
 }
 
-// TestVsockWakeOn: what the host sends to a guest that is paused is noticed once,
-// the end of its stream is not, and nothing is lost.
+// TestVsockWakeOn: data from the host for a paused guest is noticed once, the end
+// of the stream is not, and no data is lost.
 func TestVsockWakeOn(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	g.feed(8)

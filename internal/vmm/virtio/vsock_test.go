@@ -43,7 +43,7 @@ func TestVsockEcho(t *testing.T) {
 	}
 }
 
-// sum is the bytes sent in the first n rounds of the echo.
+// sum is the number of bytes sent in the first n rounds of the echo.
 func sum(n int) (total int) {
 	for i := range n {
 		total += 1 + i*100
@@ -135,7 +135,7 @@ func TestVsockBadPackets(t *testing.T) {
 	})
 }
 
-// TestVsockConnectRefused: the ways in which Connect fails.
+// TestVsockConnectRefused lists the ways in which Connect fails.
 func TestVsockConnectRefused(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	g.feed(8)
@@ -204,7 +204,8 @@ func TestVsockConnectUnusableFile(t *testing.T) {
 	g.want(k, opReset)
 }
 
-// TestVsockManyConnections: the bound holds for both sides, and ports wrap.
+// TestVsockManyConnections: the limit holds for both sides, and port numbers
+// wrap around.
 func TestVsockManyConnections(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	g.feed(8)
@@ -236,8 +237,8 @@ func TestVsockManyConnections(t *testing.T) {
 	g.call(52)
 }
 
-// TestVsockStarvedGuest: a guest that gives no receive buffers costs nothing,
-// and gets its answers when it does.
+// TestVsockStarvedGuest: a guest that gives no receive buffers uses no memory
+// of the host, and gets its replies when it gives buffers.
 func TestVsockStarvedGuest(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	for i := range uint32(5000) {
@@ -319,8 +320,9 @@ func TestVsockBroken(t *testing.T) {
 	}
 }
 
-// TestVsockLazyCompletions: used transmit buffers are visible at once, the
-// interrupt comes after a quarter of the ring, or with the next one to receive.
+// TestVsockLazyCompletions: used transmit buffers are visible at once. The
+// interrupt comes after a quarter of the ring, or with the next received
+// packet.
 func TestVsockLazyCompletions(t *testing.T) {
 	g := newVsockGuest(t, 0)
 	g.feed(8)
@@ -343,7 +345,7 @@ func TestVsockLazyCompletions(t *testing.T) {
 	if g.raised.Load() != base+1 {
 		t.Fatal("four descriptors are a quarter of the ring")
 	}
-	// An interrupt to receive covers what was sent before.
+	// A receive interrupt also covers earlier transmit buffers.
 	g.tx(k, opData, 0, []byte("ping"))
 	g.tx(k, opCreditUpdate, 0, nil)
 	g.tx(k, opCreditUpdate, 0, nil)
@@ -360,7 +362,7 @@ func TestVsockLazyCompletions(t *testing.T) {
 	if g.raised.Load() != base+2 {
 		t.Fatalf("%d interrupts", g.raised.Load()-base)
 	}
-	// A masked receive queue announces nothing, so the count goes on.
+	// A masked receive queue raises no interrupt, so the count continues.
 	g.maskIRQ(vsockRx, true)
 	g.tx(k, opCreditRequest, 0, nil)
 	g.want(k, opCreditUpdate)

@@ -6,8 +6,8 @@ import (
 	"agentrun.dev/internal/vmm/guestmem"
 )
 
-// serveTx handles packets from the guest, at most one ring full: see
-// core.serve.
+// serveTx handles packets from the guest, at most as many as the ring holds:
+// see core.serve.
 func (d *Vsock) serveTx() {
 	q := d.ctx.Queues[vsockTx]
 	for range q.size {
@@ -23,23 +23,24 @@ func (d *Vsock) serveTx() {
 		d.push(vsockTx, c.Head, 0)
 		d.finishTx(c.slots, n)
 		if len(d.resets)+len(d.talking) > 0 {
-			d.flush() // now: answers that pile up are dropped
+			d.flush() // send them now: replies that pile up are dropped
 		}
 	}
 }
 
-// finishTx announces used transmit buffers, but not each: a driver does not
-// wait for them, so most interrupts would be for nothing, and a request that is
-// answered brings an interrupt for the receive queue, on the same line, anyway.
+// finishTx announces used transmit buffers, but not one by one. A driver does
+// not wait for them, so most interrupts would be useless. And the answer to a
+// request interrupts for the receive queue anyway, on the same line.
 //
 // That is safe because Linux looks at used transmit buffers for two reasons
-// only: to free them, and to go on sending after the ring was full. The ring is
-// full when used and unannounced buffers occupy it (then they exceed a quarter
-// of it, and were announced here), or when announced ones do (then the interrupt
-// is on its way). The quarter is counted in descriptors, not in packets, since
-// a packet may take many; and memory held by the guest meanwhile is bounded by
-// vsockLazyBytes. A driver that has masked the interrupt looks again when it
-// unmasks, so then, too, all is announced.
+// only: to free them, and to continue sending after the ring was full. The ring
+// is full for one of two reasons. Either used and unannounced buffers occupy it:
+// then they exceed a quarter of it, and were announced here. Or announced ones
+// do: then the interrupt is on its way. The quarter is counted in descriptors,
+// not in packets, because a packet may take many. vsockLazyBytes bounds the
+// memory that the guest holds meanwhile. A driver that has masked the interrupt
+// looks at the ring when it unmasks it, so then, too, all buffers count as
+// announced.
 func (d *Vsock) finishTx(slots uint16, n uint64) {
 	d.lazySlots += uint32(slots)
 	d.lazyBytes += n
@@ -49,8 +50,8 @@ func (d *Vsock) finishTx(slots uint16, n uint64) {
 	}
 }
 
-// takePacket handles one packet of n bytes. Bad packets are answered or dropped
-// (§5.10.6); an error means that guest memory could not be read.
+// takePacket handles one packet of n bytes. It answers or drops bad packets
+// (§5.10.6). An error means that guest memory could not be read.
 func (d *Vsock) takePacket(packet []guestmem.Range, n uint64) error {
 	d.stats.TxPackets++
 	p := d.scratch()
@@ -65,10 +66,10 @@ func (d *Vsock) takePacket(packet []guestmem.Range, n uint64) error {
 	packet = skip(packet, vsockHeaderLen)
 	switch {
 	case h.srcCID != GuestCID:
-		d.stats.Dropped++ // a lie about the source has nobody to answer
+		d.stats.Dropped++ // with a false source there is no address to answer to
 		return nil
 	case h.dstCID != HostCID || h.kind != vsockStream:
-		d.refuse(h) // §5.10.6.4 for the type; there is no one else to talk to
+		d.refuse(h) // §5.10.6.4 for the type; the host is the only valid destination
 		return nil
 	}
 	c := d.conns[h.key()]
@@ -86,9 +87,9 @@ func (d *Vsock) takePacket(packet []guestmem.Range, n uint64) error {
 	return c.take(h, packet)
 }
 
-// refuse answers a packet with RST, unless it is one. Answers that wait for
-// receive buffers are sent once for each connection, and dropped where they
-// would pile up: the guest's next packet brings another.
+// refuse answers a packet with RST, unless the packet is itself a RST. Replies
+// that wait for receive buffers are sent once per connection. If too many would
+// pile up, they are dropped: the guest's next packet causes another.
 func (d *Vsock) refuse(h vsockHeader) {
 	if h.op == opReset {
 		d.stats.Dropped++
@@ -111,8 +112,8 @@ func (d *Vsock) queueReset(r vsockHeader) {
 	d.resets = append(d.resets, r)
 }
 
-// takeUnknown handles a packet of no connection: a request makes one, anything
-// else is refused.
+// takeUnknown handles a packet without a connection. A request makes one; all
+// other packets are refused.
 func (d *Vsock) takeUnknown(h vsockHeader) {
 	if h.op != opRequest || len(d.conns) >= MaxVsockConns {
 		d.refuse(h)
@@ -127,7 +128,7 @@ func (d *Vsock) takeUnknown(h vsockHeader) {
 	d.forgetGone(h.key())
 	c, err := d.newConn(h.key(), file)
 	if err != nil {
-		_ = file.Close() // not a socket that can be used
+		_ = file.Close() // it is not a usable socket
 		d.refuse(h)
 		return
 	}
@@ -137,7 +138,7 @@ func (d *Vsock) takeUnknown(h vsockHeader) {
 }
 
 // forgetReset drops a waiting RST for an earlier connection with the same
-// ports; it would hit the new one.
+// ports, because it would hit the new one.
 func (d *Vsock) forgetReset(r vsockHeader) {
 	for i, waiting := range d.resets {
 		if waiting == r {
@@ -147,7 +148,7 @@ func (d *Vsock) forgetReset(r vsockHeader) {
 	}
 }
 
-// scratch is the room for one packet; made when first needed.
+// scratch is the buffer for one packet, made when first needed.
 func (d *Vsock) scratch() []byte {
 	if d.packet == nil {
 		d.packet = make([]byte, vsockHeaderLen+vsockMaxData)

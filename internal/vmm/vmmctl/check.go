@@ -8,15 +8,15 @@ import (
 	"agentrun.dev/internal/storage/layer"
 )
 
-// A vmm process may have been taken over by its guest. What it says is checked
-// before anybody uses it.
+// A vmm process may be under the control of its guest. So its data is checked
+// before it is used.
 
-// longest is more than any request may take: no duration that a vmm tells is
-// longer.
+// longest is longer than any request takes: a vmm cannot report a longer
+// duration.
 const longest = 24 * time.Hour
 
-// Check checks what a vmm has saved of a machine with that much memory and
-// writable disks of these sizes.
+// Check checks the data that a vmm returned for a Save of a machine with that
+// much memory and writable disks of these sizes.
 func (s *Saved) Check(memory uint64, disks []uint64) error {
 	if err := layer.CheckChange(s.Memory.Runs, s.Memory.Zeros, memory); err != nil {
 		return fmt.Errorf("saved memory: %w", err)
@@ -34,14 +34,15 @@ func (s *Saved) Check(memory uint64, disks []uint64) error {
 			return fmt.Errorf("a duration of %d ns was told, not one of at most %v", d, longest)
 		}
 	}
-	// A page may be stored twice: by whoever copies, and for a write that waits.
+	// A page may be stored twice: by the copier, and for a write that waits.
 	if s.Copied > 2*memory {
 		return fmt.Errorf("%d bytes of %d were copied, it says", s.Copied, memory)
 	}
 	return nil
 }
 
-// Check checks pages that a vmm has told of a machine with that much memory.
+// Check checks the pages that a vmm returned for a machine with that much
+// memory.
 func (t *Touched) Check(memory uint64) error {
 	if err := extent.Check(t.Written, memory, MaxTouched); err != nil {
 		return fmt.Errorf("written pages: %w", err)

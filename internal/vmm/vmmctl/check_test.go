@@ -19,8 +19,8 @@ func saved() *Saved {
 	}
 }
 
-// TestCheckSaved: a vmm's lies are seen. What the lists may hold is tested where
-// the check is, in package layer.
+// TestCheckSaved: false data of a vmm is noticed. Package layer tests the check
+// of the lists.
 func TestCheckSaved(t *testing.T) {
 	memory, disks := uint64(64*page), []uint64{4 * page, page}
 	for name, lie := range map[string]func(*Saved){
@@ -64,7 +64,7 @@ func TestCheckTouched(t *testing.T) {
 	if good.Check(2*page) == nil {
 		t.Error("pages that are not sorted")
 	}
-	// A message cannot even hold more than MaxTouched.
+	// No valid message holds more than MaxTouched.
 	many := Touched{}
 	for i := range uint64(MaxTouched + 1) {
 		many.Written = append(many.Written, extent.Run{Start: 2 * i * page, Length: page})
@@ -74,8 +74,8 @@ func TestCheckTouched(t *testing.T) {
 	}
 }
 
-// FuzzSaved: whatever is decoded and passes the check is what the parent relies
-// on.
+// FuzzSaved: data that decodes and passes the check fulfils all that the parent
+// relies on.
 func FuzzSaved(f *testing.F) {
 	f.Add(saved().Marshal())
 	f.Add((&Saved{}).Marshal())
@@ -105,7 +105,7 @@ func FuzzSaved(f *testing.F) {
 	})
 }
 
-// FuzzTouched does so for pages.
+// FuzzTouched does the same for pages.
 func FuzzTouched(f *testing.F) {
 	f.Add(Touched{Written: []extent.Run{{Start: page, Length: page}}, Read: []extent.Run{{Start: 0, Length: page}}}.Marshal())
 	f.Fuzz(func(t *testing.T, b []byte) {

@@ -19,13 +19,13 @@ type Conn struct {
 	raw  syscall.RawConn
 
 	mu  sync.Mutex // serialises Send
-	buf []byte     // Receive's, reused
+	buf []byte     // of Receive, which reuses it
 	oob []byte
 }
 
-// usualMessage is what Receive keeps room for. There is one Conn in each vmm
-// process, whose memory is that of the sandbox: the larger messages, first and
-// last of a VM, get room of their own.
+// usualMessage is the size of the buffer that Receive keeps. Each vmm process
+// has a Conn, and its memory is charged to the sandbox. So the larger messages,
+// the first and the last of a VM, get temporary buffers.
 const usualMessage = 1 << 10
 
 // NewConn wraps a SOCK_SEQPACKET socket and takes it over.
@@ -49,8 +49,8 @@ func Pair() (parent, child *os.File, err error) {
 // Close closes the socket; a running Receive returns.
 func (c *Conn) Close() error { return c.file.Close() }
 
-// Send sends one message with copies of the given files. Without files it is
-// write, the only way that a vmm process has to send.
+// Send sends one message with copies of the given files. Without files it uses
+// write, because a vmm process cannot send in any other way.
 func (c *Conn) Send(m Message, files ...*os.File) error { return c.SendBytes(Marshal(m), files...) }
 
 // SendBytes is Send for a message of another protocol.
@@ -72,7 +72,7 @@ func (c *Conn) SendBytes(b []byte, files ...*os.File) error {
 	var sendErr error
 	err := c.raw.Write(func(fd uintptr) bool {
 		if rights == nil {
-			_, sendErr = unix.Write(int(fd), b) // all of it, or nothing: the socket keeps messages apart
+			_, sendErr = unix.Write(int(fd), b) // the socket preserves message boundaries: the call writes all of b or fails
 		} else {
 			sendErr = unix.Sendmsg(int(fd), b, rights, nil, unix.MSG_NOSIGNAL)
 		}
@@ -101,8 +101,8 @@ func (c *Conn) Receive() (Message, []*os.File, error) {
 	return m, files, nil
 }
 
-// ReceiveBytes is Receive for a message of another protocol, which is good
-// until the next call.
+// ReceiveBytes is Receive for a message of another protocol. The bytes are
+// valid until the next call.
 func (c *Conn) ReceiveBytes() ([]byte, []*os.File, error) {
 	if c.buf == nil {
 		c.buf = make([]byte, usualMessage)
@@ -112,8 +112,8 @@ func (c *Conn) ReceiveBytes() ([]byte, []*os.File, error) {
 	var n, oobn, flags int
 	var recvErr error
 	err := c.raw.Read(func(fd uintptr) bool {
-		// Looking at a message with its descriptors would make copies of them;
-		// where there is no room for any the kernel makes none.
+		// Peeking at a message with room for its descriptors would copy them.
+		// Without room the kernel makes no copies.
 		if n, _, _, _, recvErr = unix.Recvmsg(int(fd), nil, nil, unix.MSG_PEEK|unix.MSG_TRUNC); recvErr == nil {
 			if n > len(buf) {
 				buf = make([]byte, min(n, MaxMessage))

@@ -10,8 +10,8 @@ import (
 	"agentrun.dev/internal/vmm/livefork"
 )
 
-// TestEncodingStays: a vmm process that was started by another version of the
-// daemon is spoken to as before.
+// TestEncodingStays: messages to a vmm process that another version of the
+// daemon started have not changed.
 func TestEncodingStays(t *testing.T) {
 	b, err := os.ReadFile("testdata/messages.hex")
 	if err != nil {

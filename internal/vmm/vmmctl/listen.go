@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Listen makes a socket at path, on which a vmm that is given it accepts
-// parents. Who may connect is decided by the folder's permissions.
+// Listen makes a socket at path. A vmm that gets it accepts parents on it. The
+// folder's permissions decide which processes may connect.
 func Listen(path string) (*os.File, error) {
 	return withSocket("listen", path, func(fd int, addr unix.Sockaddr) error {
 		return errors.Join(unix.Bind(fd, addr), unix.Listen(fd, 16))
@@ -27,8 +27,8 @@ func Dial(path string) (*Conn, error) {
 	return NewConn(f)
 }
 
-// withSocket reaches the socket through its folder: a socket's path has at
-// most 107 bytes, a folder's any number.
+// withSocket reaches the socket through its folder: a socket's path has at most
+// 107 bytes, a folder's path may be longer.
 func withSocket(what, path string, do func(fd int, addr unix.Sockaddr) error) (*os.File, error) {
 	fail := func(err error) (*os.File, error) {
 		return nil, fmt.Errorf("%s control socket %s: %w", what, path, err)
@@ -37,7 +37,7 @@ func withSocket(what, path string, do func(fd int, addr unix.Sockaddr) error) (*
 	if err != nil {
 		return fail(err)
 	}
-	defer func() { _ = dir.Close() }() // only a way
+	defer func() { _ = dir.Close() }() // only used in the path
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
 		return fail(err)

@@ -173,7 +173,7 @@ func encodeRuns(e *codec.Encoder, runs []extent.Run) {
 	}
 }
 
-// Marshal encodes what was saved, for a Reply's data.
+// Marshal encodes s for a Reply's data.
 func (s *Saved) Marshal() []byte {
 	e := codec.NewEncoder(nil)
 	e.Version(messageVersion)
@@ -223,9 +223,9 @@ func (c *Change) decode(d *codec.Decoder) {
 	c.Runs, c.Zeros = decodeRuns(d, layer.MaxExtents), decodeRuns(d, layer.MaxExtents)
 }
 
-// Touched is pages of memory that a guest has used: those that it has written
-// to, which are its own since, and those that it has only read. Each list is
-// sorted.
+// Touched lists pages of memory that a guest has used: those that it has
+// written, which are its own since then, and those that it has only read. Each
+// list is sorted.
 type Touched struct{ Written, Read []extent.Run }
 
 func (t *Touched) encode(e *codec.Encoder) {
@@ -237,8 +237,8 @@ func (t *Touched) decode(d *codec.Decoder) {
 	t.Written, t.Read = decodeRuns(d, MaxTouched), decodeRuns(d, MaxTouched)
 }
 
-// Marshal encodes the pages for a Reply's data: of each list the first
-// MaxTouched runs.
+// Marshal encodes the pages for a Reply's data. Of each list it keeps only the
+// first MaxTouched runs.
 func (t Touched) Marshal() []byte {
 	t.Written, t.Read = t.Written[:min(len(t.Written), MaxTouched)], t.Read[:min(len(t.Read), MaxTouched)]
 	e := codec.NewEncoder(nil)

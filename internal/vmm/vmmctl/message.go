@@ -10,10 +10,10 @@ import (
 	"agentrun.dev/internal/vmm/livefork"
 )
 
-// Protocol is the version of the protocol that is described here.
+// Protocol is the version of the protocol that this package implements.
 const Protocol = SincePlug
 
-// Versions that have added messages. Version 1 has the others, and does not say so.
+// Versions that have added messages. Version 1 has all others, and sends no Hello.
 const (
 	SinceStream = 2 // Save with Stream
 	SincePlug   = 3 // Plug
@@ -27,8 +27,8 @@ const (
 	KindBoot    Kind = 1
 	KindConnect Kind = 2
 	KindPause   Kind = 3
-	// KindResume lets the machine go on. The reply's data is one byte: 1 if it
-	// stood still before.
+	// KindResume lets the machine continue. The reply's data is one byte: 1 if
+	// it stood still before.
 	KindResume  Kind = 4
 	KindConsole Kind = 5
 	KindBalloon Kind = 6
@@ -37,10 +37,10 @@ const (
 	KindGenerationID Kind = 8
 	KindSpare        Kind = 9
 	KindSave         Kind = 10
-	// KindTouched asks which pages of memory the machine has touched; it comes
-	// with the process's page map.
+	// KindTouched asks which pages of memory the machine has touched. The
+	// process's page map comes with it.
 	KindTouched Kind = 11
-	// KindSettle waits until the guest has given back what it does not use.
+	// KindSettle waits until the guest has given back unused memory.
 	KindSettle Kind = 12
 	KindLoad   Kind = 13
 	// KindPark is Pause until the parent sends something on a stream.
@@ -54,21 +54,21 @@ const (
 	KindExit  Kind = 66
 )
 
-// Limits of what a message may carry.
+// Limits of the contents of a message.
 const (
 	maxText    = 4096
 	maxConsole = 64 << 10
 	maxDevices = 24
-	// MaxTouched bounds the runs of pages of either kind that are told of.
+	// MaxTouched bounds the number of runs in each list of touched pages.
 	MaxTouched = 2048
 	// MaxMessage bounds one message; the stacks of a machine with many
 	// layered disks are the largest.
 	MaxMessage = 128 << 10
-	// MaxFiles bounds the descriptors of one message; the kernel takes 253.
+	// MaxFiles bounds the descriptors of one message; the kernel accepts 253.
 	MaxFiles = 240
 )
 
-// Message is anything that crosses the control socket.
+// Message is a message on the control socket.
 type Message interface {
 	kind() Kind
 	encode(*codec.Encoder)
@@ -88,18 +88,18 @@ type Boot struct {
 	Devices        Devices
 }
 
-// Spare describes a machine that is made before it is known what goes on in it:
-// memory and processors without a state. Load follows, at once or much later.
-// Its descriptors come in this order: KVM, /dev/userfaultfd (if HasUserfaultfd),
-// the layers of the memory.
+// Spare describes a machine with memory and processors but without a state. It
+// is made before it is known which snapshot it will continue. Load follows, at
+// once or much later. The descriptors come in this order: KVM, /dev/userfaultfd
+// (if HasUserfaultfd), the layers of the memory.
 type Spare struct {
 	Memory         layer.Stack
 	Profile        string
 	VCPUs          uint64
 	HasUserfaultfd bool
-	// Touch is what the guest will need at once.
+	// Touch lists the pages that the guest will need at once.
 	Touch Touched
-	// Watch says that the machine will be asked for what it has touched.
+	// Watch says that a Touched request will follow.
 	Watch bool
 }
 
@@ -110,7 +110,7 @@ type Load struct {
 	Devices Devices
 }
 
-// Devices is what a machine is connected to. Its descriptors are those of each
+// Devices lists the devices of a machine. Its descriptors are those of each
 // disk, one per net, the listening socket (if Listen) and that of the standby
 // connection (if Standby).
 type Devices struct {
@@ -118,26 +118,26 @@ type Devices struct {
 	// accepts further parents. With it the VM outlives its first parent.
 	Listen bool
 	// ReadyPort is the host port that the guest's agent dials once, when it
-	// listens. It is the only one that a guest's dialing has an effect on.
+	// listens. Dialing any other port has no effect.
 	ReadyPort uint32
 	// Standby says that one more descriptor follows: the host's end of the
-	// connection that a restored guest goes on with.
+	// connection that a restored guest continues.
 	Standby bool
 	Disks   []Disk
 	Nets    []Net
-	// MaxFile is how long the vmm can make any file that it is given, its disks
-	// and what it saves included. It sets this limit itself, for good, before the
-	// guest's first instruction.
+	// MaxFile is the maximum size of all files that the vmm is given, including
+	// its disks and the files of a Save. The vmm sets this limit for itself, for
+	// good, before the guest's first instruction.
 	MaxFile uint64
 }
 
-// Disk is a disk in one file, or one with a stack: then its descriptors are
-// the stack's layers and its own writable top.
+// Disk is a disk in one file, or a disk with a stack. The descriptors of a disk
+// with a stack are the stack's layers and its own writable top.
 type Disk struct {
 	ReadOnly bool
 	ID       string
 	Stack    *layer.Stack
-	// BytesPerSecond and OpsPerSecond limit what it does; 0 is no limit.
+	// BytesPerSecond and OpsPerSecond limit its rates; 0 is unlimited.
 	BytesPerSecond, OpsPerSecond uint64
 }
 
@@ -170,40 +170,40 @@ type Net struct {
 	MTU uint16
 }
 
-// Save writes a machine, as it is at one instant, to files: its state, what its
-// memory has beyond its stack, and the same for each disk that has a stack. A
-// machine that was running goes on as soon as it can. Its descriptors are the
-// page map of the vmm process, which it cannot open, the state, the memory
-// (which gets each page at its offset in RAM), and for each disk with a stack
-// the layer and an empty file that becomes its top. The reply's data is a Saved.
+// Save writes a machine, as of one instant, to files: its state, the changes of
+// its memory relative to its stack, and the same for each disk that has a stack.
+// A machine that was running continues as soon as possible. The descriptors are
+// the page map of the vmm process, which it cannot open itself, the state, the
+// memory (each page at its offset in RAM), and for each disk with a stack the
+// layer and an empty file that becomes its top. The reply's data is a Saved.
 type Save struct {
 	ID uint64
 	// Stream says that memory and layers are pipes. The machine stands still until
-	// the reply comes. The runs of the memory go to its pipe, one after the other,
-	// then those of each disk to the disk's; each pipe is closed before the next is
-	// written to. There is no Rebase.
+	// the reply comes. The vmm writes the runs of the memory to its pipe, one after
+	// the other, then those of each disk to the disk's pipe. It closes each pipe
+	// before it writes to the next. Stream excludes Rebase.
 	Stream bool
-	// Rebase says that what is saved becomes part of the machine's stack: the
-	// next Save tells what changed after this one, if this one succeeds.
+	// Rebase makes the saved content part of the machine's stack. If this Save
+	// succeeds, the next Save lists only the changes after it.
 	Rebase bool
-	// Memory and Disks are to be stored even if they did not change.
+	// Memory and Disks list runs to be stored even if they did not change.
 	Memory []extent.Run
 	Disks  [][]extent.Run
 }
 
-// Saved says what the layers that Save wrote are made of, and what it cost.
+// Saved lists the contents of the layers that Save wrote, and how much it cost.
 type Saved struct {
 	Memory         Change
 	Disks          []Change
 	livefork.Stats // without Captured
 }
 
-// Change is a layer: the runs that it holds one after the other, and those
-// that have become zeros.
+// Change describes a layer: the runs that it holds, one after the other, and
+// the runs that have become zeros.
 type Change struct{ Runs, Zeros []extent.Run }
 
 // Connect opens a stream to a port of the guest; its one descriptor is the
-// host's end. A standby is the one that copies of the guest go on with.
+// host's end. Copies of the guest continue the standby.
 type Connect struct {
 	ID      uint64
 	Port    uint32
@@ -211,10 +211,11 @@ type Connect struct {
 }
 
 // Plug gives a network interface another wire; its one descriptor is the guest's
-// end. A vmm process before SincePlug hangs up on who sends it.
+// end. A vmm process older than SincePlug closes the connection when it receives
+// Plug.
 type Plug struct {
 	ID  uint64
-	Net uint64 // its number among Devices.Nets
+	Net uint64 // index in Devices.Nets
 }
 
 // Simple is a request without arguments: Pause, Park, Resume, Console, Stop,
@@ -240,11 +241,11 @@ type Reply struct {
 	Data []byte
 }
 
-// Hello says what the vmm process speaks. One of an AgentRun that did not count versions
-// says nothing.
+// Hello tells the protocol version of the vmm process. A vmm of an AgentRun without
+// versions sends none of it.
 type Hello struct{ Protocol uint64 }
 
-// Marshal encodes it for a Reply's data.
+// Marshal encodes h for a Reply's data.
 func (h Hello) Marshal() []byte {
 	e := codec.NewEncoder(nil)
 	e.Version(messageVersion)
@@ -252,10 +253,10 @@ func (h Hello) Marshal() []byte {
 	return e.Bytes()
 }
 
-// maxProtocol is more versions than there will ever be.
+// maxProtocol is higher than any version will ever be.
 const maxProtocol = 1 << 16
 
-// UnmarshalHello decodes a Reply's data; none of it is version 1.
+// UnmarshalHello decodes a Reply's data; empty data means version 1.
 func UnmarshalHello(b []byte) (Hello, error) {
 	if len(b) == 0 {
 		return Hello{1}, nil
@@ -276,7 +277,7 @@ func UnmarshalHello(b []byte) (Hello, error) {
 // Ready says that the guest's agent listens.
 type Ready struct{}
 
-// Exit is the vmm's last word.
+// Exit is the last message of the vmm.
 type Exit struct {
 	Reason  string
 	Detail  string
@@ -383,5 +384,5 @@ func (m *Exit) decode(d *codec.Decoder) {
 	m.Reason, m.Detail, m.Console = d.String(maxText), d.String(maxText), d.Data(maxConsole)
 }
 
-// Clip shortens a text to what a message may carry.
+// Clip shortens a text to the limit of a message.
 func Clip(s string) string { return s[:min(len(s), maxText)] }

@@ -6,19 +6,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Parents are those who control one process, each by a connection. One may be
-// killed when it has just asked for something, and its successor ask for the
-// opposite: what the dead one sent is then done first, although both are read from
-// at once. Otherwise a guest that the new parent has resumed could be paused for
-// good by the old one.
+// Parents are the parents that control one process, each over a connection. A
+// parent may be killed just after it has sent a request, and its successor may
+// request the opposite. The requests of the dead parent are then served first,
+// although both connections are read at once. Otherwise the old parent could pause
+// for good a guest that the new parent has resumed.
 type Parents struct {
 	mu  sync.Mutex // protects all
 	all map[*Conn]chan struct{}
 }
 
-// Add takes on a parent. Before anything of it is served, wait must have returned:
-// then all those that were gone when it came have been served to their end, which
-// Remove says of them.
+// Add registers a parent. Its requests may be served only after wait has returned.
+// wait waits for all parents that were gone when Add was called, until Remove was
+// called for each.
 func (p *Parents) Add(c *Conn) (wait func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -39,7 +39,7 @@ func (p *Parents) Add(c *Conn) (wait func()) {
 	}
 }
 
-// Remove says that nothing of a parent will be served any more.
+// Remove says that no request of a parent will be served any more.
 func (p *Parents) Remove(c *Conn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -47,7 +47,7 @@ func (p *Parents) Remove(c *Conn) {
 	delete(p.all, c)
 }
 
-// Each calls do for every parent; it must not wait.
+// Each calls do for every parent. do must not block.
 func (p *Parents) Each(do func(*Conn)) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -56,7 +56,7 @@ func (p *Parents) Each(do func(*Conn)) {
 	}
 }
 
-// gone reports whether the other end is closed. There may still be messages.
+// gone reports whether the other end is closed. Messages may still be unread.
 func (c *Conn) gone() bool {
 	gone := true // if this end is closed
 	_ = c.raw.Control(func(fd uintptr) {

@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// TestParents: whoever comes waits for those who were gone, and for nobody else.
+// TestParents: a new parent waits for those that were gone, and for no others.
 func TestParents(t *testing.T) {
 	var p Parents
 	_, alive := pair(t)
@@ -45,5 +45,5 @@ func TestParents(t *testing.T) {
 		t.Errorf("%d parents, not those two that are there", len(all))
 	}
 	_, last := pair(t)
-	p.Add(last)() // nobody is gone
+	p.Add(last)() // no parent is gone
 }

@@ -78,7 +78,8 @@ func TestUnmarshalRefuses(t *testing.T) {
 	}
 }
 
-// TestHello: a vmm that says nothing speaks version 1, and one that is newer its own.
+// TestHello: a vmm without a Hello speaks version 1, a newer one the version that it
+// sends.
 func TestHello(t *testing.T) {
 	for _, want := range []uint64{1, Protocol, Protocol + 1} {
 		if h, err := UnmarshalHello(Hello{want}.Marshal()); err != nil || h.Protocol != want {

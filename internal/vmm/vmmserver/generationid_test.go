@@ -10,12 +10,12 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// generationIDPage is where a guest's generation id is, which is a new one after each
-// save; ARCHITECTURE.md has it.
+// generationIDPage is the address of the guest's generation id, which changes with
+// each save. ARCHITECTURE.md lists the address.
 const generationIDPage = 0xf0000
 
-// generationIDOf saves a machine without disks and says which generation id was
-// captured.
+// generationIDOf saves a machine without disks and returns the generation id
+// that the save captured.
 func generationIDOf(t *testing.T, c *vmmctl.Conn, id uint64) (_ [16]byte, saved *vmmctl.Saved, state, mem *os.File) {
 	t.Helper()
 	state, mem = create(t, "state"), memfd(t)
@@ -28,9 +28,9 @@ func generationIDOf(t *testing.T, c *vmmctl.Conn, id uint64) (_ [16]byte, saved 
 	return generationID, saved, state, mem
 }
 
-// TestGenerationID: each copy has a generation id of its own before it runs, and
-// so has a machine that was copied, from that instant on: what is captured is
-// the id of before.
+// TestGenerationID: each copy gets a generation id of its own before it runs. A
+// machine that was copied gets a new id at that instant, so the copy holds the
+// old one.
 func TestGenerationID(t *testing.T) {
 	for name, live := range map[string]bool{"live": true, "standing still": false} {
 		t.Run(name, func(t *testing.T) { testGenerationID(t, live) })

@@ -23,8 +23,8 @@ func (s *server) take(n int) []*os.File {
 	return files
 }
 
-// begin checks the number of descriptors and takes the first, KVM and
-// userfaultfd's device.
+// begin checks the number of descriptors and takes the first ones: KVM and, if
+// it came, the userfaultfd device.
 func (s *server) begin(want int, userfaultfd bool) (err error) {
 	if userfaultfd {
 		want++
@@ -65,11 +65,11 @@ func (s *server) boot(b *vmmctl.Boot) error {
 	return err
 }
 
-// maxState bounds a saved state: eight vCPUs with all their registers are far
-// below.
+// maxState bounds a saved state. Eight vCPUs with all their registers need far
+// less.
 const maxState = 1 << 20
 
-// spare does the same for Spare.
+// spare makes a spare from the descriptors of a Spare message.
 func (s *server) spare(m *vmmctl.Spare) (*vmm.Spare, error) {
 	if err := s.begin(1+len(m.Memory.Layers), m.HasUserfaultfd); err != nil {
 		return nil, err
@@ -92,7 +92,8 @@ func (s *server) spare(m *vmmctl.Spare) (*vmm.Spare, error) {
 	return spare, nil
 }
 
-// load continues a machine in a spare, which it takes over.
+// load continues a machine in a spare. From here on the spare belongs to load,
+// which closes it if it fails.
 func (s *server) load(spare *vmm.Spare, m *vmmctl.Load) error {
 	if want := 1 + m.Devices.Files(); len(s.files) != want {
 		return errors.Join(fmt.Errorf("the message came with %d files, not %d", len(s.files), want), spare.Close())
@@ -125,8 +126,9 @@ func readState(f *os.File) (*vmm.State, error) {
 	return vmm.UnmarshalState(b)
 }
 
-// devices takes the descriptors of the disks and nets, when the process can write
-// no more to them than the message says.
+// devices takes the descriptors of the disks and nets. First it limits the size
+// of the files that the process can write, so that the guest cannot exceed the
+// size in the message.
 func (s *server) devices(d *vmmctl.Devices) (out vmm.Devices, err error) {
 	if err := s.limitFiles(d.MaxFile); err != nil {
 		return out, err

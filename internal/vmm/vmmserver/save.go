@@ -16,9 +16,9 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// save writes the VM, at one instant, to the files of a Save message and says
-// what the layers hold. A VM that was running goes on while that is copied; a
-// second save waits until the first is complete.
+// save writes the VM, as of one instant, to the files of a Save message and
+// returns a list of the contents of each layer. A VM that was running continues
+// during the copy; a second save waits until the first is complete.
 func (s *server) save(m *vmmctl.Save, files []*os.File) (_ []byte, err error) {
 	s.saving.Lock()
 	defer s.saving.Unlock()
@@ -31,10 +31,11 @@ func (s *server) save(m *vmmctl.Save, files []*os.File) (_ []byte, err error) {
 			fmt.Errorf("save: %d files came, not %d: the page map, the state, the memory, and per layered disk a layer and a top", len(files), want),
 			closeAll(files))
 	}
-	// There must be Ps for who copies and who answers a vCPU that waits.
+	// The goroutines that copy, and the one that answers a waiting vCPU, need
+	// Ps besides those of the vCPUs.
 	runtime.GOMAXPROCS(max(runtime.GOMAXPROCS(0), s.procs+3))
 	if s.pagemap == nil {
-		s.pagemap = files[0] // for those who linger, too
+		s.pagemap = files[0] // lingering captures use it, too
 	} else if err := files[0].Close(); err != nil {
 		return nil, errors.Join(err, closeAll(files[1:]))
 	}
@@ -57,8 +58,9 @@ func (s *server) save(m *vmmctl.Save, files []*os.File) (_ []byte, err error) {
 	return saved.Marshal(), nil
 }
 
-// saveFiles is what a Save message came with, without what belongs to others
-// by now: tops to a disk, the memory to a capture that lingers.
+// saveFiles holds the files of a Save message, except those that have another
+// owner by now: a top belongs to its disk once it was frozen, the memory to a
+// capture that lingers.
 type saveFiles struct {
 	state, memory *os.File
 	layers, tops  []*os.File
@@ -112,7 +114,7 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 				return err
 			}
 		}
-		return s.vm.ChangeGenerationID() // last: it is of after the instant
+		return s.vm.ChangeGenerationID() // last, because the captured memory must hold the old id
 	})
 	if err != nil {
 		return saved, err
@@ -153,14 +155,15 @@ func (s *server) saveTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err e
 	return saved, nil
 }
 
-// lingerTime is how long memory stays protected after a copy is complete. What
-// the guest has not written by then is shared with its children; what it has,
-// and would copy again, is left to it. To copy a page again costs a guest several
-// times what a wait for 2 MiB does, and for good: its huge pages are gone.
+// lingerTime is how long memory stays write-protected after a copy is complete.
+// Pages that the guest has not written by then are shared with its children.
+// Pages that it has written stay its own: if they were shared, its next write
+// would copy them again. Such a copy costs a guest several times as much as
+// waiting for 2 MiB, and the loss is permanent, because it breaks up a huge page.
 const lingerTime = 10 * time.Second
 
-// linger ends a capture that is complete: after some time, or when leave is
-// called, or with the VM.
+// linger ends a complete capture after lingerTime, when leave is called, or
+// when the VM ends.
 func (s *server) linger(c *vmm.Capture, file *os.File) {
 	hurry, gone := make(chan struct{}), make(chan struct{})
 	s.leave = func() { close(hurry); <-gone }
@@ -173,15 +176,15 @@ func (s *server) linger(c *vmm.Capture, file *os.File) {
 		case <-hurry:
 		case <-s.vm.Done():
 		}
-		// What could not be shared counts as changed.
+		// Pages that could not be shared count as changed.
 		if err := errors.Join(c.Share(), c.Close(), file.Close()); err != nil && !errors.Is(err, vmm.ErrEnded) {
 			fmt.Fprintln(os.Stderr, "vmm: share memory with forks:", err)
 		}
 	}()
 }
 
-// stand does something while the guest stands still, and nobody else changes
-// that.
+// stand runs do while the guest stands still. No other request can resume the
+// guest meanwhile.
 func (s *server) stand(do func() error) (stood time.Duration, err error) {
 	err = s.still(func() error {
 		stood, err = s.vm.Still(do)
@@ -190,7 +193,8 @@ func (s *server) stand(do func() error) (stood time.Duration, err error) {
 	return stood, err
 }
 
-// freezeDisks is done while nobody uses them.
+// freezeDisks freezes all disks. The guest stands still, so no device uses
+// them.
 func (s *server) freezeDisks(w *saveFiles) (disks []*disk.Frozen, err error) {
 	for i, d := range s.disks {
 		f, err := d.Freeze(w.tops[0])
@@ -203,7 +207,7 @@ func (s *server) freezeDisks(w *saveFiles) (disks []*disk.Frozen, err error) {
 	return disks, nil
 }
 
-// saveDisk writes what a frozen disk has beyond its stack.
+// saveDisk writes the changes of a frozen disk relative to its stack.
 func saveDisk(m *vmmctl.Save, i int, d *disk.Frozen, to *os.File) (change vmmctl.Change, err error) {
 	var include []extent.Run
 	if i < len(m.Disks) {
@@ -227,11 +231,11 @@ func saveState(state *vmm.State, to *os.File) error {
 	return nil
 }
 
-// minZeroRun is the least run of zeros that is worth an extent of its own;
+// minZeroRun is the shortest run of zeros that gets an extent of its own;
 // shorter ones are stored like data.
 const minZeroRun = 64 << 10
 
-// saveMemory stores what a capture has.
+// saveMemory copies the changed memory of a capture into its file.
 func saveMemory(from *vmm.Capture, include []extent.Run) (vmmctl.Change, error) {
 	c, err := listMemory(from, include)
 	if err != nil {
@@ -240,7 +244,8 @@ func saveMemory(from *vmm.Capture, include []extent.Run) (vmmctl.Change, error) 
 	return c, from.Copy(c.Runs)
 }
 
-// listMemory says what is to be stored of what a capture has.
+// listMemory lists the runs of a capture that must be stored, and the runs of
+// zeros.
 func listMemory(from *vmm.Capture, include []extent.Run) (c vmmctl.Change, err error) {
 	data, zeros, err := from.List(include)
 	if err != nil {
@@ -254,7 +259,7 @@ func listMemory(from *vmm.Capture, include []extent.Run) (c vmmctl.Change, err e
 		}
 	}
 	c.Runs = layer.Gather(extent.Sort(data))
-	// Zeros in a gap that was closed are stored with it.
+	// If Gather closed a gap, the zeros in it are stored as data.
 	c.Zeros = slices.DeleteFunc(c.Zeros, func(z extent.Run) bool {
 		return slices.ContainsFunc(c.Runs, func(r extent.Run) bool { return z.Start >= r.Start && z.Start < r.End() })
 	})

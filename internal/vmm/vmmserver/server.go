@@ -1,6 +1,6 @@
-// Package vmmserver is the vmm process's side of package vmmctl: it boots or
-// restores the one VM it is told to, serves the parent's requests and reports
-// the end.
+// Package vmmserver is the vmm process's side of package vmmctl. It boots or
+// restores one VM as its parent asks, serves the parent's requests and reports
+// the VM's end.
 package vmmserver
 
 import (
@@ -19,18 +19,19 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// Serve takes a Boot message, or Spare and Load, runs the VM and returns when it
-// has ended and the parent was told why. A parent that goes between Spare and
-// Load ends it, too. limitFiles bounds the size of all files that the process
-// writes to; it is called once, before the guest runs.
+// Serve takes a Boot message, or Spare and then Load, and runs the VM. It
+// returns when the VM has ended and the parent knows the reason. If the parent
+// goes away between Spare and Load, Serve returns, too. limitFiles bounds the
+// size of all files that the process writes; Serve calls it once, before the
+// guest runs.
 func Serve(conn *vmmctl.Conn, limitFiles func(bytes uint64) error) error {
 	s := &server{limitFiles: limitFiles}
-	s.parents.Add(conn) // nobody was before it
+	s.parents.Add(conn) // the first parent waits for no other
 	id, err := s.make(conn)
 	if err == nil {
 		err = s.vm.Start()
 	}
-	err = errors.Join(err, closeAll(s.files)) // what an early error left over
+	err = errors.Join(err, closeAll(s.files)) // files that an early error did not use
 	switch {
 	case errors.Is(err, errGone):
 		return nil
@@ -40,7 +41,7 @@ func Serve(conn *vmmctl.Conn, limitFiles func(bytes uint64) error) error {
 		return reply(conn, id, err, nil)
 	}
 	var data []byte
-	if id == 0 { // a spare has said it when it was there
+	if id == 0 { // a spare has sent its Hello earlier
 		data = vmmctl.Hello{Protocol: protocol}.Marshal()
 	}
 	if err := reply(conn, id, nil, data); err != nil {
@@ -61,11 +62,12 @@ func Serve(conn *vmmctl.Conn, limitFiles func(bytes uint64) error) error {
 var (
 	// errGone: a spare is of no use without its parent.
 	errGone = errors.New("the parent has gone")
-	// errUnanswered: a parent that cannot be understood gets no answer.
+	// errUnanswered: a parent that sends an unexpected message gets no answer.
 	errUnanswered = errors.New("no message that was expected")
 )
 
-// make makes the VM. It returns the id of the message that wants to know.
+// make makes the VM. It returns the id of the message that waits for the
+// result.
 func (s *server) make(conn *vmmctl.Conn) (id uint64, err error) {
 	var m vmmctl.Message
 	if m, s.files, err = conn.Receive(); err != nil {
@@ -92,7 +94,8 @@ func (s *server) make(conn *vmmctl.Conn) (id uint64, err error) {
 	return 0, fmt.Errorf("%w: the first is %T, neither Boot nor Spare", errUnanswered, m)
 }
 
-// fill says that the spare is there and waits for what is to go on in it.
+// fill tells the parent that the spare is ready, waits for the Load message and
+// continues that machine in the spare.
 func (s *server) fill(conn *vmmctl.Conn, spare *vmm.Spare) (id uint64, err error) {
 	var m vmmctl.Message
 	if err = reply(conn, 0, nil, vmmctl.Hello{Protocol: protocol}.Marshal()); err == nil {
@@ -112,19 +115,20 @@ func (s *server) fill(conn *vmmctl.Conn, spare *vmm.Spare) (id uint64, err error
 	return load.ID, s.load(spare, load)
 }
 
-// spread makes as many Ps as a VM needs. A vCPU keeps its P while it is in the
-// guest, so there must be more Ps than vCPUs, for the control socket and the
-// devices. Not earlier: each P that has run has caches of its own.
+// spread makes as many Ps as the VM needs. A vCPU keeps its P while it runs the
+// guest, so there must be more Ps than vCPUs: the control socket and the
+// devices need one. spread runs only once the VM is made, because each P that
+// has run has caches of its own.
 func (s *server) spread(vcpus uint64) {
 	s.procs = int(min(vcpus, cpu.MaxVCPUs)) + 1
 	runtime.GOMAXPROCS(s.procs)
 }
 
-// errPaused: whoever asks for a standby is about to capture the guest, and
-// would wait for an answer in vain.
+// errPaused: a parent that asks for a standby is about to capture the guest. A
+// paused guest would never answer it.
 var errPaused = errors.New("connect: the guest is paused")
 
-// A guest reports free pages two seconds after they became free, in bursts.
+// A guest reports free pages in bursts, two seconds after they became free.
 const (
 	settleQuiet = 300 * time.Millisecond
 	settleLimit = 5 * time.Second
@@ -133,38 +137,40 @@ const (
 type server struct {
 	limitFiles func(bytes uint64) error
 
-	pagemap *os.File // this process's own; nil before the first save
-	// userfaultfd is its device, nil where there is none.
+	pagemap *os.File // of this process; nil before the first save
+	// userfaultfd is the open /dev/userfaultfd, nil if the host has no such
+	// device.
 	userfaultfd *os.File
-	files       []*os.File // of the first message, those not yet taken
+	files       []*os.File // descriptors of the first message that are not yet taken
 	sys         *kvm.System
 	vm          *vmm.VM
-	procs       int          // how many Ps there are but during a save
-	disks       []*disk.Disk // those that can be saved
-	listener    *os.File     // nil: the VM ends with its parent
+	procs       int          // the number of Ps, except during a save
+	disks       []*disk.Disk // the layered ones, which can be saved
+	listener    *os.File     // ends the capture that lingers; nil if no capture does
 	readyPort   uint32
 	ready       sync.Once
 
 	saving  sync.Mutex // held by a save until its copy is complete; protects leave
-	leave   func()     // ends the capture that lingers, if there is one
-	stillMu sync.Mutex // held by who pauses or resumes
+	leave   func()     // ends the lingering capture; nil without one
+	stillMu sync.Mutex // held while the guest is paused or resumed
 
 	parents vmmctl.Parents
 }
 
-// still runs what depends on the guest standing still, or changes that.
+// still runs a function that pauses or resumes the guest, or that relies on its
+// standing still.
 func (s *server) still(do func() error) error {
 	s.stillMu.Lock()
 	defer s.stillMu.Unlock()
 	return do()
 }
 
-// broadcastPatience is how long a message to all waits for a parent that does
-// not read. The end of a VM must not.
+// broadcastPatience bounds the wait for a parent that does not read. The end of
+// a VM must not depend on it.
 const broadcastPatience = time.Second
 
-// broadcast tells all parents something. One that has gone is noticed by
-// serve.
+// broadcast sends a message to all parents. Errors are ignored here: serve
+// notices a parent that has gone.
 func (s *server) broadcast(m vmmctl.Message) {
 	var sends sync.WaitGroup
 	s.parents.Each(func(conn *vmmctl.Conn) {
@@ -197,7 +203,7 @@ func (s *server) accept() {
 }
 
 // dialed runs on a vCPU thread when the guest dials the host. The connection
-// itself carries nothing: that it was made is the message.
+// carries no data: dialing the ready port is the message.
 func (s *server) dialed(port uint32) (*os.File, bool) {
 	if port == s.readyPort {
 		s.ready.Do(func() { go s.broadcast(&vmmctl.Ready{}) })
@@ -205,8 +211,8 @@ func (s *server) dialed(port uint32) (*os.File, bool) {
 	return nil, false
 }
 
-// serve answers one parent until it closes its end. That stops a VM that has
-// no other way to be reached.
+// serve answers one parent until the parent closes its end. Without a listener
+// no other parent could connect, so the VM stops.
 func (s *server) serve(conn *vmmctl.Conn) {
 	defer func() {
 		s.parents.Remove(conn)
@@ -230,15 +236,15 @@ func (s *server) serve(conn *vmmctl.Conn) {
 	}
 }
 
-// request serves one message. An error means that the parent cannot be
-// understood or reached.
+// request serves one message. An error means that the parent sent an unexpected
+// message or cannot be reached.
 func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) error {
 	if c, ok := m.(*vmmctl.Connect); ok && len(files) == 1 {
 		if c.Standby && s.vm.Paused() {
 			return reply(conn, c.ID, errors.Join(errPaused, files[0].Close()), nil)
 		}
 		s.vm.Connect(c.Port, files[0], c.Standby, func(err error) {
-			_ = reply(conn, c.ID, err, nil) // a dead parent is noticed by serve
+			_ = reply(conn, c.ID, err, nil) // serve notices a dead parent
 		})
 		return nil
 	}
@@ -246,9 +252,9 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 		return err
 	}
 	if save, ok := m.(*vmmctl.Save); ok {
-		go func() { // it takes long, and the parent may want more
+		go func() { // a save takes long, and the parent may send other requests
 			saved, err := s.save(save, files)
-			_ = reply(conn, save.ID, err, saved) // a dead parent is noticed by serve
+			_ = reply(conn, save.ID, err, saved) // serve notices a dead parent
 		}()
 		return nil
 	}
@@ -258,7 +264,7 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 		return reply(conn, m.ID, err, vmmctl.Touched{Written: written, Read: read}.Marshal())
 	}
 	for _, f := range files {
-		_ = f.Close() // nobody asked for it
+		_ = f.Close() // no request uses it
 	}
 	switch m := m.(type) {
 	case *vmmctl.Balloon:
@@ -284,9 +290,9 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 		case vmmctl.KindGenerationID:
 			return reply(conn, m.ID, s.vm.RenewGenerationID(), nil)
 		case vmmctl.KindSettle:
-			go func() { // it takes long, and the parent may want more
+			go func() { // settling takes long, and the parent may send other requests
 				s.vm.Settle(settleQuiet, settleLimit)
-				_ = reply(conn, m.ID, nil, nil) // a dead parent is noticed by serve
+				_ = reply(conn, m.ID, nil, nil) // serve notices a dead parent
 			}()
 			return nil
 		case vmmctl.KindStop:
@@ -297,8 +303,8 @@ func (s *server) request(conn *vmmctl.Conn, m vmmctl.Message, files []*os.File) 
 	return fmt.Errorf("unexpected control message %T with %d files", m, len(files))
 }
 
-// knocked lets a parked machine go on. One that cannot has nobody to tell but by
-// its end: the parent waits for the guest's answer.
+// knocked resumes a parked machine. If that fails, it stops the machine: its end
+// is the only way to tell the parent, which waits for the guest's answer.
 func (s *server) knocked() {
 	if err := s.still(s.vm.Resume); err != nil {
 		fmt.Fprintln(os.Stderr, "vmm:", err)

@@ -23,7 +23,7 @@ import (
 type parent struct {
 	*vmmctl.Conn
 	served chan error
-	limit  chan uint64 // of files' sizes, which this process does not set
+	limit  chan uint64 // the limit of file sizes, which this process does not apply to itself
 }
 
 func serve(t *testing.T) *parent {
@@ -57,7 +57,7 @@ func serveWith(t *testing.T, limitFiles func(uint64) error) *parent {
 	return p
 }
 
-// send sends a message with files that stay ours.
+// send sends a message with files that remain open here.
 func send(t *testing.T, c *vmmctl.Conn, m vmmctl.Message, files ...*os.File) {
 	t.Helper()
 	if err := c.Send(m, files...); err != nil {
@@ -120,8 +120,7 @@ func bareGuest(t *testing.T) *os.File {
 
 const memory = 64 << 20
 
-// saveFilesFor makes what a Save of a machine with one layered disk is sent
-// with.
+// saveFilesFor makes the files for a Save of a machine with one layered disk.
 func saveFilesFor(t *testing.T) (state, mem, disk, top *os.File) {
 	t.Helper()
 	return create(t, "state"), memfd(t), create(t, "disk"), create(t, "top")
@@ -138,7 +137,7 @@ func memfd(t *testing.T) *os.File {
 	return f
 }
 
-// mustSave asks for a Save and returns what it says.
+// mustSave asks for a Save and returns the answer.
 func mustSave(t *testing.T, c *vmmctl.Conn, m *vmmctl.Save, files ...*os.File) *vmmctl.Saved {
 	t.Helper()
 	pagemap, err := os.Open("/proc/self/pagemap")
@@ -175,9 +174,8 @@ func length(runs []extent.Run) (n uint64) {
 	return n
 }
 
-// TestSaveAndRestore: a machine with a layered disk is saved by one server and
-// continued by another, and what they say of it fits; with userfaultfd and
-// without.
+// TestSaveAndRestore: one server saves a machine with a layered disk, another
+// continues it, and their answers agree; with userfaultfd and without.
 func TestSaveAndRestore(t *testing.T) {
 	for name, live := range map[string]bool{"live": true, "standing still": false} {
 		t.Run(name, func(t *testing.T) { testSaveAndRestore(t, live) })
@@ -196,7 +194,7 @@ func testSaveAndRestore(t *testing.T, live bool) {
 	if live {
 		devices = append(devices, open(t, "/dev/userfaultfd"))
 	}
-	initrd := create(t, "initrd") // something to be shared
+	initrd := create(t, "initrd") // data that can be shared
 	if _, err := initrd.Write(bytes.Repeat([]byte("initrd"), 1<<20)); err != nil {
 		t.Fatal(err)
 	}
@@ -205,8 +203,8 @@ func testSaveAndRestore(t *testing.T, live bool) {
 		t.Fatal(r.Error)
 	}
 
-	// A machine is saved into the right files only, whether it runs or not, and
-	// afterwards it does what it did before.
+	// A machine is saved only if the right files come, running or paused, and
+	// continues unchanged afterwards.
 	state, mem, change, top := saveFilesFor(t)
 	send(t, p.Conn, &vmmctl.Save{ID: 1}, state)
 	if r := answer(t, p.Conn, 1); !strings.Contains(r.Error, "1 files came, not 5") {
@@ -229,7 +227,7 @@ func testSaveAndRestore(t *testing.T, live bool) {
 	if again.Pause != 0 {
 		t.Errorf("a paused machine stood still for %d ns", again.Pause)
 	}
-	// The second save has ended the first one's time to share.
+	// The second save has ended the lingering of the first.
 	if n := mappingsOf(t, "/memfd:memory"); live != (n > 0) {
 		t.Errorf("the source has %d mappings of its layer", n)
 	}
@@ -281,8 +279,8 @@ func testSaveAndRestore(t *testing.T, live bool) {
 	}
 }
 
-// TestParentCloses: without a listener the machine ends with its parent; with
-// one it goes on, and others are parents like the first.
+// TestParentCloses: without a listener the machine ends with its parent. With
+// one it continues, and later parents can do all that the first could.
 func TestParentCloses(t *testing.T) {
 	kvm := open(t, "/dev/kvm")
 	alone := serve(t)
@@ -343,8 +341,8 @@ func dial(t *testing.T, path string) *vmmctl.Conn {
 	return c
 }
 
-// TestSuccessor: a parent that was killed has asked for a pause; the next one
-// resumes the guest, and it goes on.
+// TestSuccessor: a parent asks for a pause and is killed. The next parent
+// resumes the guest, which continues.
 func TestSuccessor(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "control")
 	listener, err := vmmctl.Listen(path)
@@ -388,7 +386,8 @@ func TestSuccessor(t *testing.T) {
 	}
 }
 
-// TestRefuses what is not a machine, with a reason for the parent.
+// TestRefuses: messages that describe no valid machine are refused, and the
+// parent gets the reason.
 func TestRefuses(t *testing.T) {
 	kvm, guest := open(t, "/dev/kvm"), bareGuest(t)
 	empty := create(t, "empty")
@@ -433,8 +432,9 @@ func TestRefuses(t *testing.T) {
 	}
 }
 
-// TestPlug: an interface gets another wire while the machine runs; one that is not
-// there, or something that is no wire, is refused, and the machine goes on.
+// TestPlug: an interface gets another wire while the machine runs. An interface
+// that does not exist or a descriptor that is not a wire is refused, and the
+// machine continues.
 func TestPlug(t *testing.T) {
 	kvm, guest := open(t, "/dev/kvm"), bareGuest(t)
 	pair := func(kind int) (ours, theirs *os.File) {
@@ -469,7 +469,8 @@ func TestPlug(t *testing.T) {
 			t.Errorf("plugged %s into interface %d: %q, not %q", tt.file.Name(), tt.net, r.Error, tt.want)
 		}
 	}
-	// The vmm has closed its end of the first wire, this test has another copy.
+	// The vmm has closed its end of the first wire; the test has a copy of that
+	// end.
 	_ = wire.Close()
 	if _, err := first.Write([]byte("frame")); err == nil {
 		t.Error("the vmm still has the first wire")
@@ -480,12 +481,12 @@ func TestPlug(t *testing.T) {
 	}
 }
 
-// TestSpare: a spare waits; it refuses what cannot go on in it, and ends with
-// its parent.
+// TestSpare: a spare waits, refuses a machine that it cannot continue, and ends
+// with its parent.
 func TestSpare(t *testing.T) {
 	kvm, empty := open(t, "/dev/kvm"), create(t, "empty")
 	for name, tt := range map[string]struct {
-		next  vmmctl.Message // nil: the parent goes
+		next  vmmctl.Message // nil: the parent goes away
 		files []*os.File
 		want  string // empty: no answer
 		fails bool

@@ -9,7 +9,7 @@ import (
 )
 
 // streamTo is saveTo for a Save whose memory and layers are pipes. The guest
-// stands still until all is written, so that nothing has to be copied first.
+// stands still until everything is written, so no page has to be copied first.
 func (s *server) streamTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err error) {
 	if m.Rebase {
 		return saved, errors.New("save: a machine is not rebased on what goes through a pipe")
@@ -55,7 +55,7 @@ func (s *server) streamTo(m *vmmctl.Save, w *saveFiles) (saved vmmctl.Saved, err
 			w.layers = w.layers[1:]
 			saved.Disks = append(saved.Disks, change)
 		}
-		return s.vm.ChangeGenerationID() // last, as in saveTo: a machine may go on after its checkpoint
+		return s.vm.ChangeGenerationID() // last, as in saveTo: a machine may continue after its checkpoint
 	})
 	saved.Pause, saved.WhyCopiedInPause = stood, "a sandbox that is written to disk at once stands still"
 	return saved, err

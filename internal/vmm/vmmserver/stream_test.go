@@ -11,8 +11,8 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// askStream asks for a stream, and returns the ends to be read: of the memory and
-// of the disk.
+// askStream asks for a stream and returns the reading ends of the pipes for
+// memory and disk.
 func askStream(t *testing.T, c *vmmctl.Conn, m *vmmctl.Save, state *os.File) (mem, disk *os.File) {
 	t.Helper()
 	pagemap, err := os.Open("/proc/self/pagemap")
@@ -36,7 +36,7 @@ func askStream(t *testing.T, c *vmmctl.Conn, m *vmmctl.Save, state *os.File) (me
 	return ours[0], ours[1]
 }
 
-// blank clears the page at an address in the content of some runs.
+// blank clears the page at an address in the stored content of some runs.
 func blank(t *testing.T, content []byte, runs []extent.Run, address uint64) {
 	t.Helper()
 	at := uint64(0)
@@ -50,12 +50,13 @@ func blank(t *testing.T, content []byte, runs []extent.Run, address uint64) {
 	t.Errorf("nothing is stored of the page at %#x", address)
 }
 
-// TestStream: what goes through pipes is what a Save of the same machine stores,
-// no more and no less; a reader that leaves makes it fail, and harms nothing.
+// TestStream: the pipes carry exactly the bytes that a Save of the same machine
+// stores. If a reader closes its pipe, the stream fails and the machine is
+// unharmed.
 func TestStream(t *testing.T) {
 	p := serve(t)
 	disk := layer.Stack{Size: 1 << 20}
-	initrd := create(t, "initrd") // something to be stored
+	initrd := create(t, "initrd") // data that must be stored
 	if _, err := initrd.Write(bytes.Repeat([]byte("initrd"), 1<<20)); err != nil {
 		t.Fatal(err)
 	}
@@ -69,7 +70,7 @@ func TestStream(t *testing.T) {
 	if r := answer(t, p.Conn, 1); r.Error != "" {
 		t.Fatal(r.Error)
 	}
-	include := []extent.Run{{Start: memory / 2, Length: 1 << 20}} // zeros, which need no place
+	include := []extent.Run{{Start: memory / 2, Length: 1 << 20}} // zeros, which take no room
 	state, mem, change, top := saveFilesFor(t)
 	saved := mustSave(t, p.Conn, &vmmctl.Save{ID: 2, Memory: include}, state, mem, change, top)
 
@@ -132,7 +133,7 @@ func TestStream(t *testing.T) {
 	}
 }
 
-// generationIDIn is the generation id in what was stored of some runs.
+// generationIDIn finds the generation id in the stored content of some runs.
 func generationIDIn(t *testing.T, content []byte, runs []extent.Run) (id [16]byte) {
 	t.Helper()
 	at := uint64(0)
@@ -147,8 +148,9 @@ func generationIDIn(t *testing.T, content []byte, runs []extent.Run) (id [16]byt
 	return id
 }
 
-// TestGenerationIDAfterStream: a machine that was streamed may go on, as a paused
-// sandbox does after its checkpoint. It has another generation id then than the copy.
+// TestGenerationIDAfterStream: a machine that was streamed may continue, as a paused
+// sandbox does after its checkpoint. Its generation id then differs from that of the
+// copy.
 func TestGenerationIDAfterStream(t *testing.T) {
 	p := serve(t)
 	disk := layer.Stack{Size: 1 << 20}

@@ -1,13 +1,13 @@
-// Package vmstate owns how a machine stands, in words that its vmm process and the
-// parent of that share: at rest (State) and at its end (Exit).
+// Package vmstate defines the state of a machine at rest (State) and its end
+// (Exit), in a form that the vmm process and its parent share.
 package vmstate
 
 import "fmt"
 
-// Reason says how a guest came to its end.
+// Reason says why a guest ended.
 type Reason string
 
-// The ends a guest can come to.
+// The reasons for which a guest ends.
 const (
 	// PowerOff: the guest powered itself off.
 	PowerOff Reason = "power-off"
@@ -17,22 +17,21 @@ const (
 	Panic Reason = "panic"
 	// TripleFault: the processor gave up on the guest's fault handlers.
 	TripleFault Reason = "triple-fault"
-	// InternalError: KVM could not go on (emulation failure, bad entry
+	// InternalError: KVM could not continue (emulation failure, bad entry
 	// state, or a failing ioctl).
 	InternalError Reason = "internal-error"
 	// Stopped: the host stopped the guest.
 	Stopped Reason = "stopped"
-	// Killed: the VMM process ended without a last word.
+	// Killed: the vmm process ended without a last message.
 	Killed Reason = "killed"
-	// OutOfMemory: the VMM process was killed because it reached the limit
-	// of its memory.
+	// OutOfMemory: the kernel killed the vmm process at its memory limit.
 	OutOfMemory Reason = "out-of-memory"
 )
 
-// Exit is how a guest ended.
+// Exit says how a guest ended.
 type Exit struct {
 	Reason Reason
-	// Detail is for people: registers, KVM's suberror, a signal's name.
+	// Detail is text for people: registers, KVM's suberror, a signal's name.
 	Detail string
 }
 

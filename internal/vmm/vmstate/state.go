@@ -8,24 +8,24 @@ import (
 	"agentrun.dev/internal/vmm/cpu"
 )
 
-// State is a machine at rest, without the content of its memory and disks, as it is
-// written down. Whoever keeps it reads the first fields; the others are parts that
-// only a vmm makes and understands.
+// State is the stored form of a paused machine, without the content of its memory
+// and disks. The first fields are for the process that keeps the snapshot; the
+// others are parts that only a vmm makes and understands.
 type State struct {
 	Profile cpu.Profile
 	Memory  uint64
 	// TSCKHz is the frequency of the guest's time stamp counter.
 	TSCKHz uint32
-	// Standby says that a copy can go on with a connection to the host.
+	// Standby says that a copy can continue a connection to the host.
 	Standby bool
 
 	Clock, IOAPIC, Serial []byte
 	VCPUs                 []VCPU
-	// Devices are the virtio devices in the order of their windows.
+	// Devices holds the virtio devices in the order of their windows.
 	Devices []Device
 }
 
-// VCPU is a processor at rest.
+// VCPU is a paused processor.
 type VCPU struct {
 	Regs, Sregs, LAPIC, Events, DebugRegs []byte
 	MPState                               uint32
@@ -40,10 +40,12 @@ type MSR struct {
 	Data  uint64
 }
 
-// Device is a virtio device at rest: its transport, and what only the device knows.
+// Device is a paused virtio device: its transport and the state specific to the
+// device.
 type Device struct{ MMIO, Own []byte }
 
-// How long the parts are. They are what the vmm encodes, which its tests compare.
+// The sizes of the parts. The vmm encodes the parts; its tests compare these
+// sizes.
 const (
 	SizeClock     = 16 + 2*8*cpu.MaxVCPUs
 	SizeIOAPIC    = 200
@@ -56,7 +58,7 @@ const (
 	SizeMMIO      = 164
 )
 
-// MaxDevices is how many virtio devices a machine has at most.
+// MaxDevices is the largest number of virtio devices of a machine.
 const MaxDevices = 14
 
 const (
@@ -103,15 +105,15 @@ func (s *State) Marshal() []byte {
 	return e.Bytes()
 }
 
-// Unmarshal decodes a state; its parts alias b. It checks the form; whether the values
-// fit a machine is checked where they are put into one.
+// Unmarshal decodes a state; its parts alias b. It checks only the form; the vmm
+// checks whether the values fit the machine.
 func Unmarshal(b []byte) (*State, error) {
 	if len(b) < len(magic) || string(b[:len(magic)]) != magic {
 		return nil, errors.New("decode the machine's state: this is no state of a microVM")
 	}
 	d := codec.NewDecoder(b[len(magic):])
-	// A machine is restored whole or not at all: a newer state is not read in
-	// part, as other messages are.
+	// A machine is restored completely or not at all: unlike other messages, a
+	// newer state is never read in part.
 	if v := d.Uvarint(); v != version {
 		d.Fail(fmt.Errorf("version %d is not supported, only %d: it was saved by another version of agentrun", v, version))
 	}

@@ -7,7 +7,7 @@ import (
 	"agentrun.dev/internal/vmm/cpu"
 )
 
-// sample has something in every field.
+// sample sets every field.
 func sample() *State {
 	part := func(size int) []byte { return bytes.Repeat([]byte{byte(size)}, size) }
 	return &State{
@@ -21,8 +21,8 @@ func sample() *State {
 	}
 }
 
-// TestRefusesDamage: no truncation is taken for a state, and neither is one with a
-// byte too many, of another version, or with a part of another size.
+// TestRefusesDamage: a state is refused if it is truncated, has a byte too many,
+// is of another version, or has a part of another size.
 func TestRefusesDamage(t *testing.T) {
 	good := sample().Marshal()
 	if s, err := Unmarshal(good); err != nil || !bytes.Equal(s.Marshal(), good) {
@@ -44,7 +44,7 @@ func TestRefusesDamage(t *testing.T) {
 	}
 }
 
-// FuzzUnmarshal: whatever is accepted has one encoding.
+// FuzzUnmarshal: an accepted state has exactly one encoding.
 func FuzzUnmarshal(f *testing.F) {
 	f.Add(sample().Marshal())
 	f.Add([]byte(magic))

@@ -1,5 +1,5 @@
-// Package survival kills the parent of sandboxes again and again, in the middle
-// of everything, and looks at what another parent finds.
+// Package survival repeatedly kills the parent of sandboxes during its work,
+// and checks what the next parent finds.
 package survival
 
 import (
@@ -45,15 +45,15 @@ func TestMain(m *testing.M) {
 		if err := work(dir); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 		}
-		os.Exit(1) // it should have been killed
+		os.Exit(1) // the parent should have been killed
 	}
 	os.Exit(m.Run())
 }
 
-// TestParentKilled: whatever a parent was doing when it was killed, every VM
-// that lives is found by another parent and goes on, or is known as half made
-// and can be removed; no snapshot is there in part; the next parent goes on with
-// all of it; and when it is removed nothing is left.
+// TestParentKilled: a parent may be killed during any operation. Another parent
+// then finds every VM that lives, and each continues, or is known as half made
+// and can be removed. Every snapshot is complete. The next parent can use
+// everything, and no sandbox or vmm process is left after it has removed everything.
 func TestParentKilled(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "state")
 	s, err := local.Open(dir, microvm.JailPolicy{})
@@ -105,7 +105,7 @@ func list(t *testing.T, s *local.Store) []local.Entry {
 	return entries
 }
 
-// template makes what all sandboxes are forked from.
+// template makes the snapshot that all sandboxes are forked from.
 func template(t *testing.T, s *local.Store) {
 	t.Helper()
 	tmp := t.TempDir()
@@ -128,7 +128,7 @@ func template(t *testing.T, s *local.Store) {
 	}
 }
 
-// kill starts a parent and kills it at some moment.
+// kill starts a parent and kills it at a random moment.
 func kill(t *testing.T, dir string) {
 	t.Helper()
 	self, err := os.Executable()
@@ -146,7 +146,7 @@ func kill(t *testing.T, dir string) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	// After some steps, and then in the middle of whatever comes next.
+	// The kill comes after some steps, during the next one.
 	lines := bufio.NewScanner(out)
 	steps, going, done := 1+rand.IntN(max(20, workers())), map[string]int{}, map[string]int{}
 	note := func() bool {
@@ -177,9 +177,9 @@ func kill(t *testing.T, dir string) {
 	t.Logf("%s: did %v, killed in the middle of %v", time.Now().Format(time.TimeOnly), done, going)
 }
 
-// adopt looks at everything that a dead parent has left, removes what is half
-// made, and leaves the rest for the next parent: paused, as in an emulated machine
-// fifty that wait take all of its time.
+// adopt checks everything that a dead parent has left, and removes sandboxes that
+// are half made. It leaves the rest paused for the next parent, because fifty
+// waiting sandboxes would take all the time of an emulated machine.
 func adopt(t *testing.T, s *local.Store, good *layers) {
 	t.Helper()
 	found := map[string]int{}
@@ -210,10 +210,10 @@ func adopt(t *testing.T, s *local.Store, good *layers) {
 	t.Logf("%s: found %v", time.Now().Format(time.TimeOnly), found)
 }
 
-// layers are the files of layers that were found to be whole. Snapshots share them.
+// layers are the files of layers that were verified. Snapshots share them.
 type layers struct{ files sync.Map }
 
-// verify reads those layers of a snapshot that were not read before.
+// verify reads those layers of a snapshot that were not verified before.
 func (l *layers) verify(ctx context.Context, snap *snapshot.Snapshot) error {
 	for _, ref := range snap.Manifest().Layers() {
 		if err := l.read(ctx, snap, ref); err != nil {
@@ -260,7 +260,7 @@ func check(s *local.Store, e local.Entry, good *layers) error {
 	return errors.New("it is neither there nor half made")
 }
 
-// vmms lists the processes that run a VM.
+// vmms lists the vmm processes.
 func vmms(t *testing.T) (pids []int) {
 	t.Helper()
 	names, err := filepath.Glob("/proc/[0-9]*/comm")

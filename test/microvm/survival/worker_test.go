@@ -16,13 +16,13 @@ import (
 	"agentrun.dev/test/soak"
 )
 
-// What a parent prints of each operation: what begins, and what has ended.
+// A parent prints these before and after each operation.
 const (
 	begins = "+"
 	ended  = "-"
 )
 
-// work runs many operations at once, for ever.
+// work runs many workers at once, forever.
 func work(dir string) error {
 	s, err := local.Open(dir, microvm.JailPolicy{})
 	if err != nil {
@@ -42,9 +42,9 @@ func work(dir string) error {
 
 func workers() int { return soak.Count(50, 4) }
 
-// worker does whatever can be done with a sandbox, with another that is forked
-// from it while it runs, with a snapshot of it, and with one that is forked from
-// that. It goes on with what a parent before it has left.
+// worker does every possible operation on a sandbox, on its live fork, on its
+// snapshot, and on a fork of that snapshot. It continues with the leftovers of
+// an earlier parent.
 type worker struct {
 	s                      *local.Store
 	box, twin, kept, child local.Name
@@ -62,13 +62,13 @@ func newWorker(s *local.Store, name string, left []local.Entry) *worker {
 	return w
 }
 
-// operation is one thing that a worker can do.
+// operation is one operation that a worker can do.
 type operation struct {
 	name string
 	do   func(context.Context) error
 }
 
-// live returns the first error.
+// live does random operations until one fails, and returns its error.
 func (w *worker) live() error {
 	for {
 		possible := w.possible()
@@ -81,9 +81,9 @@ func (w *worker) live() error {
 	}
 }
 
-// possible is what can be done now. Some is there more than once, so that there
-// are seldom more than two sandboxes: a hundred that only wait are all that an
-// emulated machine can do.
+// possible lists the operations that are possible now. Some are listed more
+// than once, so that a worker seldom has more than two sandboxes: an emulated
+// machine can run at most a hundred waiting ones.
 func (w *worker) possible() (ops []operation) {
 	add := func(times int, name string, do func(context.Context) error) {
 		for range times {
@@ -169,7 +169,7 @@ func fork(s *local.Store, from, to local.Name) error {
 	return errors.Join(f.Errs...)
 }
 
-// say has a sandbox repeat a word.
+// say makes a sandbox repeat a word.
 func say(s *local.Store, name local.Name, word string) (err error) {
 	ctx := context.Background()
 	sb, err := s.Attach(ctx, name)

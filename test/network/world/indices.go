@@ -18,8 +18,8 @@ import (
 // Wheel is a Python module that pip can install.
 type Wheel struct{ Name, Version string }
 
-// file is the name that the module's file has, and bytes are what it holds: a module
-// that knows its version.
+// file is the name of the module's file, and bytes is its content: a module that
+// knows its version.
 func (w Wheel) file() string { return fmt.Sprintf("%s-%s-py3-none-any.whl", w.Name, w.Version) }
 
 func (w Wheel) bytes(t testing.TB) []byte {
@@ -47,8 +47,8 @@ func (w Wheel) bytes(t testing.TB) []byte {
 	return out.Bytes()
 }
 
-// PythonIndex is a simple index (PEP 503) whose files are at another URL, which
-// serves the second handler: so does the public one.
+// PythonIndex returns a simple index (PEP 503) and the handler for its files,
+// which are at another URL, as with the public index.
 func PythonIndex(t testing.TB, files string, wheels ...Wheel) (index, store http.Handler) {
 	t.Helper()
 	pages, stored := http.NewServeMux(), http.NewServeMux()
@@ -65,8 +65,8 @@ func PythonIndex(t testing.TB, files string, wheels ...Wheel) (index, store http
 	return pages, stored
 }
 
-// DebianMirror serves a mirror of one package, without signatures: a source of it says
-// trusted=yes.
+// DebianMirror serves a mirror of one package without signatures. Its entry in
+// sources.list must say trusted=yes.
 func DebianMirror(name, content string) http.Handler {
 	pool := fmt.Sprintf("pool/%s_1_all.deb", name)
 	sum := func(text string) string {
@@ -90,7 +90,8 @@ func DebianMirror(name, content string) http.Handler {
 	})
 }
 
-// GitServer serves a repository with one file, as /project.git, by Git's own program.
+// GitServer serves a repository with one file as /project.git, with Git's own
+// program.
 func GitServer(t testing.TB, file, content string) http.Handler {
 	t.Helper()
 	dir := t.TempDir()

@@ -13,14 +13,14 @@ import (
 	"golang.org/x/net/dns/dnsmessage"
 )
 
-// names is what the world's name server knows.
+// names is the data of the world's name server.
 type names struct {
 	mu      sync.Mutex // protects all following fields
 	known   map[string]record
 	queries map[string]int
 }
 
-// record is what a name stands for: addresses, or another name.
+// record is the data of a name: addresses, or another name.
 type record struct {
 	addresses []netip.Addr
 	alias     string
@@ -31,7 +31,7 @@ func newNames() *names { return &names{known: map[string]record{}, queries: map[
 
 func plain(name string) string { return strings.ToLower(strings.TrimSuffix(name, ".")) }
 
-// Name defines a name, or defines it anew.
+// Name defines a name or replaces its definition.
 func (w *World) Name(name string, ttl uint32, addresses ...string) {
 	r := record{ttl: ttl}
 	for _, a := range addresses {
@@ -40,12 +40,12 @@ func (w *World) Name(name string, ttl uint32, addresses ...string) {
 	w.names.define(name, r)
 }
 
-// Alias defines a name that stands for another.
+// Alias defines a name as an alias of another.
 func (w *World) Alias(name, other string, ttl uint32) {
 	w.names.define(name, record{alias: plain(other), ttl: ttl})
 }
 
-// Asked is how many questions the name server was asked about a name.
+// Asked returns the number of queries for a name.
 func (w *World) Asked(name string) int {
 	w.names.mu.Lock()
 	defer w.names.mu.Unlock()
@@ -58,7 +58,7 @@ func (n *names) define(name string, r record) {
 	n.known[plain(name)] = r
 }
 
-// serveNames answers on UDP and TCP until the test ends.
+// serveNames answers queries on UDP and TCP until the test ends.
 func (w *World) serveNames(t testing.TB) {
 	t.Helper()
 	udp, tcp := w.ListenPacket(t, NameServer.String()), w.Listen(t, NameServer.String())
@@ -70,7 +70,7 @@ func (w *World) serveNames(t testing.TB) {
 				return
 			}
 			if answer, err := w.names.answer(buf[:n]); err == nil {
-				_, _ = udp.WriteTo(answer, from) // as lossy as any UDP
+				_, _ = udp.WriteTo(answer, from) // as unreliable as any UDP
 			}
 		}
 	}()
@@ -85,7 +85,7 @@ func (w *World) serveNames(t testing.TB) {
 	}()
 }
 
-// serveStream answers the questions of one TCP connection, RFC 1035 §4.2.2.
+// serveStream answers the queries of one TCP connection, RFC 1035 §4.2.2.
 func (n *names) serveStream(c net.Conn) {
 	defer func() { _ = c.Close() }()
 	for {
@@ -109,7 +109,7 @@ func (n *names) serveStream(c net.Conn) {
 
 var errQuestion = errors.New("not one question")
 
-// answer is the message that answers another one.
+// answer returns the answer to a query.
 func (n *names) answer(query []byte) ([]byte, error) {
 	var p dnsmessage.Parser
 	h, err := p.Start(query)

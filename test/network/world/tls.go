@@ -43,12 +43,12 @@ func newAuthority() (*authority, error) {
 	return &authority{cert, key}, err
 }
 
-// Authority is the certificate that clients have to trust, in PEM.
+// Authority returns the certificate that clients must trust, in PEM.
 func (w *World) Authority() []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: w.authority.cert.Raw})
 }
 
-// Certificate makes one for some names.
+// Certificate makes a certificate for the names.
 func (w *World) Certificate(t testing.TB, names ...string) tls.Certificate {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -71,7 +71,7 @@ func (w *World) Certificate(t testing.TB, names ...string) tls.Certificate {
 	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}
 }
 
-// quiet is for servers whose clients are meant to break off.
+// quiet is the log of servers whose clients are meant to break off.
 var quiet = log.New(io.Discard, "", 0)
 
 // ServeHTTP serves a handler on an address of the servers.
@@ -80,7 +80,7 @@ func (w *World) ServeHTTP(t testing.TB, address string, h http.Handler) {
 	w.serve(t, address, &http.Server{Handler: h, ReadHeaderTimeout: time.Minute, ErrorLog: quiet}, false)
 }
 
-// ServeHTTPS serves a handler with a certificate for some names, over HTTP/1.1 and
+// ServeHTTPS serves a handler with a certificate for the names, over HTTP/1.1 and
 // HTTP/2.
 func (w *World) ServeHTTPS(t testing.TB, address string, h http.Handler, names ...string) {
 	t.Helper()

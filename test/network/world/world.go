@@ -1,7 +1,7 @@
-// Package world makes a small internet for tests: two network namespaces, joined
-// by a pair of interfaces. What is tested runs in one of them, as if it were the
-// host; servers with public addresses, and a name server that knows them, are in the
-// other. Nothing leaves the machine, and the machine's own network is not touched.
+// Package world makes a small internet for tests: two network namespaces, connected
+// by a pair of interfaces. The tested program runs in one of them, as if it were the
+// host. The other has servers with public addresses, and a name server that knows
+// them. No packet leaves the machine, and the machine's own network is not touched.
 package world
 
 import (
@@ -21,22 +21,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Addresses of the world. They are public ones, because sandboxes may not reach those
-// that are set aside for documents. Outside of the world's namespaces nobody uses them.
+// Addresses of the world. They are public, because sandboxes cannot reach the addresses
+// reserved for documentation. They are used only inside the world's namespaces.
 var (
-	// Host4 and Host6 are those of the namespace in which the tested program runs.
+	// Host4 and Host6 belong to the namespace of the tested program.
 	Host4 = netip.MustParseAddr("25.1.100.2")
 	Host6 = netip.MustParseAddr("2600:db8:1::2")
-	// Servers4 and Servers6 all lead to the namespace of the servers.
+	// Servers4 and Servers6 lead to the namespace of the servers.
 	Servers4 = netip.MustParsePrefix("25.1.113.0/24")
 	Servers6 = netip.MustParsePrefix("2600:db8:5::/64")
-	// Private4 leads there too: what a policy has to keep closed.
+	// Private4 leads there, too. A policy must keep these addresses closed.
 	Private4 = netip.MustParsePrefix("10.77.0.0/24")
 	// NameServer answers for the names that Name has defined.
 	NameServer = netip.MustParseAddrPort("25.1.113.53:53")
 )
 
-// patience is for a busy machine to switch interfaces on.
+// patience is how long a busy machine may take to switch interfaces on.
 const patience = 2 * time.Minute
 
 const (
@@ -81,8 +81,8 @@ func New(t testing.TB) *World {
 	return w
 }
 
-// awaitServers returns when the host reaches the servers: the kernel switches interfaces on
-// in the background.
+// awaitServers waits until the host reaches the servers, because the kernel switches
+// interfaces on in the background.
 func (w *World) awaitServers() error {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
@@ -95,7 +95,8 @@ func (w *World) awaitServers() error {
 	})
 }
 
-// makeNamespaces makes both, on a thread that goes back to where it was.
+// makeNamespaces makes both namespaces, on a thread that then returns to its
+// own.
 func (w *World) makeNamespaces() error {
 	return elsewhere(func() (err error) {
 		if w.host, err = netns.New(); err != nil {
@@ -106,8 +107,8 @@ func (w *World) makeNamespaces() error {
 	})
 }
 
-// elsewhere runs do on a thread which may change its network namespace. A thread
-// that could not go back ends with its goroutine.
+// elsewhere runs do on a thread that may change its network namespace. If the
+// thread cannot return to its own namespace, it ends with its goroutine.
 func elsewhere(do func() error) error {
 	done := make(chan error)
 	go func() {
@@ -195,7 +196,8 @@ func know(h *netlink.Handle, link, peer netlink.Link, addresses ...string) error
 	return nil
 }
 
-// own makes every address of prefixes one of a namespace's own, by local routes.
+// own makes every address of the prefixes an address of the namespace, by local
+// routes.
 func own(h *netlink.Handle, prefixes ...netip.Prefix) error {
 	lo, err := h.LinkByName("lo")
 	if err != nil {
@@ -213,7 +215,7 @@ func own(h *netlink.Handle, prefixes ...netip.Prefix) error {
 	return nil
 }
 
-// Own makes more addresses lead to the namespace of the servers.
+// Own makes further addresses lead to the namespace of the servers.
 func (w *World) Own(t testing.TB, prefixes ...string) {
 	t.Helper()
 	h, err := netlink.NewHandleAt(w.servers, unix.NETLINK_ROUTE)
@@ -228,7 +230,7 @@ func (w *World) Own(t testing.TB, prefixes ...string) {
 	}
 }
 
-// raise gives a link its addresses and switches it and the loopback on.
+// raise gives a link its addresses, and switches the link and the loopback on.
 func raise(h *netlink.Handle, name string, addresses ...string) (netlink.Link, error) {
 	lo, err := h.LinkByName("lo")
 	if err != nil {
@@ -246,7 +248,8 @@ func raise(h *netlink.Handle, name string, addresses ...string) (netlink.Link, e
 		if err != nil {
 			return nil, err
 		}
-		// Nobody else is there, so that no duplicate has to be looked for.
+		// There are no other hosts, so duplicate address detection is not
+		// needed.
 		a.Flags = unix.IFA_F_NODAD
 		if err := h.AddrAdd(link, a); err != nil {
 			return nil, fmt.Errorf("address %s of %s: %w", text, name, err)
@@ -286,7 +289,7 @@ func (w *World) ListenPacket(t testing.TB, address string) net.PacketConn {
 }
 
 // OnHost runs do on a thread in the namespace of the tested program. Sockets that do
-// opens stay there; goroutines that it starts do not.
+// opens stay in the namespace; goroutines that it starts are outside of it.
 func (w *World) OnHost(do func() error) error { return within(w.host, do) }
 
 // Start starts a command in the namespace of the tested program.

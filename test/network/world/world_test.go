@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// client is an HTTP client of the world's host.
+// client returns an HTTP client on the world's host.
 func client(t *testing.T, w *World) *http.Client {
 	t.Helper()
 	pool := x509.NewCertPool()
@@ -45,8 +45,8 @@ func client(t *testing.T, w *World) *http.Client {
 	return &http.Client{Transport: tr}
 }
 
-// TestWorld: names, aliases, both families, TLS and plain HTTP are there for what runs
-// on the world's host.
+// TestWorld: a program on the world's host can use names, aliases, IPv4 and IPv6, TLS
+// and plain HTTP.
 func TestWorld(t *testing.T) {
 	w := New(t)
 	w.Name("v4.example.org", 60, "25.1.113.10")

@@ -18,22 +18,22 @@ import (
 	"agentrun.dev/testbed/internal/protocol"
 )
 
-// Exit codes for a command which did not run, as env(1) has them.
+// Exit codes of a command that did not run, as in env(1).
 const (
 	exitTestbed  = 125
 	exitNoExec   = 126
 	exitNotFound = 127
 )
 
-// sessionSpec is what the server hands to the helper.
+// sessionSpec is the description of a session that the server passes to the helper.
 type sessionSpec struct {
 	Start protocol.Start
 	Port  string
 }
 
-// sessionMain is the first process of a session's PID namespace: when it ends,
-// however it does, the kernel kills all that the command left behind, in
-// whatever cgroup, mount namespace or process group it may be.
+// sessionMain is the first process of a session's PID namespace. When it ends, in
+// whatever way, the kernel kills all remaining processes of the command, in any
+// cgroup, mount namespace or process group.
 func sessionMain() {
 	code, err := runSession()
 	if err != nil {
@@ -73,9 +73,9 @@ func runSession() (int, error) {
 
 // enterRoot makes the host's files the root of this mount namespace.
 //
-// Every session mounts them anew: 9p with cache=loose and overlayfs keep names
-// (also absent ones) for as long as they are mounted, and what was just built
-// on the host must be what runs.
+// Every session mounts them anew: 9p with cache=loose and overlayfs cache names (also
+// absent ones) for as long as they are mounted, and a program that was just built on
+// the host must be the one that runs.
 func enterRoot(port string) error {
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 		return fmt.Errorf("make mounts private: %w", err)
@@ -114,7 +114,8 @@ func enterRoot(port string) error {
 	if err := mount("proc", root+"/proc", "proc", 0, ""); err != nil {
 		return err
 	}
-	// As switch_root does: chroot alone would forbid user namespaces inside.
+	// This moves the mount, as switch_root does: chroot alone would forbid user
+	// namespaces inside.
 	if err := os.Chdir(root); err != nil {
 		return err
 	}
@@ -136,14 +137,14 @@ func linkModules(root string) error {
 	folder := strings.TrimSpace(string(b))
 	err = os.Symlink(folder, filepath.Join(root, "lib/modules", filepath.Base(folder)))
 	if errors.Is(err, os.ErrExist) {
-		return nil // the host's own kernel
+		return nil // it is the host's own kernel
 	}
 	return err
 }
 
-// mountHost mounts the host's root. The session before on this port is dead,
-// but the kernel may still be taking its mount down, for which there is no
-// event: hence the retries.
+// mountHost mounts the host's root. The previous session on this port is dead, but
+// the kernel may still be removing its mount. There is no event for that, so
+// mountHost tries again.
 func mountHost(tag, target string) error {
 	const options = "trans=virtio,version=9p2000.L,msize=512000,cache=loose"
 	for wait := time.Millisecond; ; wait *= 2 {

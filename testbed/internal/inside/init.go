@@ -1,5 +1,5 @@
-// Package inside is the testbed's side within the VM: PID 1, the server
-// of the virtio-serial ports, and the helper which is the first process of
+// Package inside is the part of the testbed that runs within the VM: PID 1, the
+// server of the virtio-serial ports, and the helper that is the first process of
 // every session. All three are the testbed's own binary, started as /init.
 //
 // PID 1 only mounts, loads modules and reaps; the server is its child, so that
@@ -84,7 +84,7 @@ func runInit() {
 	}
 }
 
-// prepare brings the VM from a bare kernel to what sessions need.
+// prepare sets up the bare kernel for sessions.
 func prepare() error {
 	mounts := []struct{ source, target, kind, data string }{
 		{"proc", "/proc", "proc", ""},
@@ -94,7 +94,7 @@ func prepare() error {
 		{"shm", "/dev/shm", "tmpfs", "mode=1777"},
 		{"mqueue", "/dev/mqueue", "mqueue", ""},
 		{"run", "/run", "tmpfs", "mode=0755"},
-		// As doctor advises.
+		// The options that doctor recommends.
 		{"cgroup2", cgroupRoot, "cgroup2", "nsdelegate,favordynmods"},
 	}
 	for _, m := range mounts {
@@ -175,8 +175,8 @@ func loopbackUp() error {
 	return nil
 }
 
-// enableControllers hands every controller the kernel has to the children of
-// the root cgroup, as systemd would.
+// enableControllers enables every controller of the kernel for the children of the
+// root cgroup, as systemd would.
 func enableControllers() error {
 	have, err := os.ReadFile(cgroupRoot + "/cgroup.controllers")
 	if err != nil {

@@ -16,9 +16,9 @@ import (
 
 // port is one virtio-serial port.
 //
-// Its reads return 0 while no client is connected. That is an edge, not an
-// end: the port is watched with edge-triggered epoll (Go's poller), which
-// wakes when the next client comes.
+// Its reads return 0 while no client is connected. That is not the end of the stream:
+// the port is watched with edge-triggered epoll (Go's poller), which wakes when the
+// next client comes.
 type port struct {
 	file *os.File
 	r    *bufio.Reader
@@ -90,7 +90,7 @@ func (p *port) sendRaw(b []byte) error {
 	return err
 }
 
-// interrupt makes blocked and future sends fail; resume takes that back.
+// interrupt makes blocked and future sends fail. resume makes them work again.
 func (p *port) interrupt() { p.file.SetWriteDeadline(time.Unix(1, 0)) }
 func (p *port) resume()    { p.file.SetWriteDeadline(time.Time{}) }
 

@@ -13,13 +13,13 @@ import (
 	"agentrun.dev/testbed/internal/protocol"
 )
 
-// idleLimit ends a VM which nobody uses, so that a forgotten one does not
-// hold gigabytes of somebody's memory.
+// idleLimit ends a VM that is not used, so that a forgotten one does not occupy
+// gigabytes of memory.
 const idleLimit = 20 * time.Minute
 
-// idler powers the VM off when it had no session for a while.
+// idler powers the VM off after it had no session for a while.
 type idler struct {
-	mu     sync.Mutex // protects the following fields
+	mu     sync.Mutex // protects all following fields
 	active int
 	timer  *time.Timer
 }
@@ -90,8 +90,8 @@ func (s *server) run() error {
 			return fmt.Errorf("port %s: %w", s.name, err)
 		}
 		s.endSession()
-		// An answer nobody takes (the client was killed in between) must not
-		// hold up the next client: its hello is behind this one.
+		// The client may have been killed meanwhile. An answer that it does not take
+		// must not block the next client, whose hello comes after this one.
 		if err := s.port.sendRaw(protocol.Ack(nonce)); err != nil || version != protocol.Version {
 			continue
 		}
@@ -113,7 +113,7 @@ func (s *server) frames(buf []byte) error {
 		switch t {
 		case protocol.StartPart:
 			if len(start)+len(payload) > protocol.MaxStart {
-				// A client that is gone does not need to know.
+				// An error means that the client is gone.
 				_ = s.port.send(protocol.Failed, []byte("the arguments and the environment are too long"))
 				return protocol.ErrResync
 			}
@@ -139,11 +139,11 @@ func (s *server) begin(start []byte) {
 		s.session, err = newSession(s, request)
 	}
 	if err != nil {
-		_ = s.port.send(protocol.Failed, []byte(err.Error())) // or the client is gone
+		_ = s.port.send(protocol.Failed, []byte(err.Error())) // an error means that the client is gone
 	}
 }
 
-// endSession kills what the last client started, if it still runs.
+// endSession kills the command of the last client, if it still runs.
 func (s *server) endSession() {
 	if s.session == nil {
 		return

@@ -15,8 +15,8 @@ import (
 	"agentrun.dev/testbed/internal/protocol"
 )
 
-// session is one command run for one client: a helper process in its own PID
-// and mount namespace (helper.go) and the goroutines which move its bytes.
+// session is one command run for one client: a helper process in its own PID and
+// mount namespace (helper.go), and the goroutines that move its bytes.
 type session struct {
 	server *server
 	cmd    *exec.Cmd
@@ -24,10 +24,10 @@ type session struct {
 	master *os.File // the PTY, or nil
 
 	quit chan struct{} // closed when the process has ended
-	done chan struct{} // closed when nothing is left of the session
-	wake chan struct{} // there is stdin to feed
+	done chan struct{} // closed when the session is completely gone
+	wake chan struct{} // stdin is ready to be fed
 
-	mu     sync.Mutex // protects the following fields
+	mu     sync.Mutex // protects all following fields
 	queued []byte     // stdin not yet taken by feed, at most protocol.Window
 	eof    bool
 }
@@ -44,7 +44,7 @@ func newSession(srv *server, start protocol.Start) (*session, error) {
 	if err != nil {
 		return nil, err
 	}
-	// The specification may be larger than an argument can be (128 KiB).
+	// The specification may be larger than an argument may be (128 KiB).
 	specFile, err := memfile(spec)
 	if err != nil {
 		return nil, err
@@ -112,7 +112,7 @@ func (s *session) connect(start protocol.Start) (io.WriteCloser, []output, error
 	return stdin, []output{{stdout, protocol.Stdout}, {stderr, protocol.Stderr}}, nil
 }
 
-// run moves the session's bytes until the process has ended, and reports that.
+// run moves the session's bytes until the process has ended, and reports the end.
 func (s *session) run(stdin io.WriteCloser, outputs []output) {
 	defer close(s.done)
 	defer s.server.idle.leave()
@@ -141,7 +141,7 @@ func (s *session) run(stdin io.WriteCloser, outputs []output) {
 	_ = s.server.port.send(protocol.Exit, protocol.Uint32(code))
 }
 
-// feed writes stdin as it comes, and acknowledges what the process took.
+// feed writes stdin as it arrives, and acknowledges the bytes that the process took.
 func (s *session) feed(stdin io.WriteCloser) {
 	for {
 		select {
@@ -156,7 +156,7 @@ func (s *session) feed(stdin io.WriteCloser) {
 			_ = s.server.port.send(protocol.StdinAck, protocol.Uint32(uint32(len(b))))
 		}
 		if eof && s.master == nil {
-			_ = stdin.Close() // a broken pipe is no concern of ours
+			_ = stdin.Close() // an error means that the process has closed it
 			return
 		} else if eof {
 			_, _ = stdin.Write([]byte{4}) // ^D: a terminal has no other end
@@ -169,8 +169,8 @@ func (s *session) drain(o output) {
 	for {
 		n, err := o.r.Read(buf)
 		if n > 0 {
-			// A client which is gone reads nothing: go on draining, end() has
-			// killed the process.
+			// A client that is gone reads nothing. The loop goes on draining, since
+			// end() has killed the process.
 			_ = s.server.port.send(o.t, buf[:n])
 		}
 		if err != nil {
@@ -199,7 +199,7 @@ func (s *session) handle(t protocol.Type, payload []byte) {
 
 func (s *session) push(b []byte, eof bool) {
 	s.mu.Lock()
-	if len(s.queued)+len(b) <= protocol.Window { // beyond it the client is not ours
+	if len(s.queued)+len(b) <= protocol.Window { // a client that sends more is not one of ours
 		s.queued = append(s.queued, b...)
 	}
 	s.eof = s.eof || eof
@@ -218,7 +218,7 @@ func (s *session) pop() ([]byte, bool) {
 	return b, eof
 }
 
-// end kills the session and waits until nothing of it is left.
+// end kills the session and waits until it is completely gone.
 func (s *session) end() {
 	s.server.port.interrupt()
 	_ = s.cmd.Process.Kill()
@@ -248,13 +248,13 @@ func memfile(b []byte) (*os.File, error) {
 	}
 	f := os.NewFile(uintptr(fd), "session")
 	if _, err := f.WriteAt(b, 0); err != nil {
-		_ = f.Close() // of no use any more
+		_ = f.Close() // it is of no use any more
 		return nil, err
 	}
 	return f, nil
 }
 
-// removeCgroup removes a cgroup and those which the command made below it.
+// removeCgroup removes a cgroup, and the cgroups that the command made below it.
 func removeCgroup(path string) {
 	entries, _ := os.ReadDir(path)
 	for _, e := range entries {

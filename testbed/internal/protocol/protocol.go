@@ -1,13 +1,13 @@
-// Package protocol is the protocol between the testbed's client on the host and
-// its server inside the VM, over one virtio-serial port.
+// Package protocol is the protocol between the testbed's client on the host and its
+// server inside the VM, over one virtio-serial port.
 //
-// A serial port has no connections: a client killed half-way through a frame
-// leaves its bytes behind for the next one. So every client begins with a
-// greeting which works from any state of the parser: zeros as long as the
-// longest frame (whatever frame was cut off swallows them, then a zero header
-// is invalid and the server starts hunting), then a magic and a nonce. The
-// server ends the session before, and answers with the nonce; the client drops
-// everything up to that answer.
+// A serial port has no connections: a client killed half-way through a frame leaves
+// its bytes behind for the next one. So every client begins with a greeting that
+// works from any state of the parser. First come zeros, as long as the longest frame.
+// The frame that was cut off swallows them; then a zero header is invalid, and the
+// server starts hunting for a magic. Next come the magic and a nonce. The server ends
+// the previous session and answers with the nonce. The client drops all bytes up to
+// that answer.
 package protocol
 
 import (
@@ -23,7 +23,7 @@ import (
 // outlives the binary that started it.
 const Version = 1
 
-// Type says what a frame carries.
+// Type is the kind of a frame's payload.
 type Type uint8
 
 // The frames of a client.
@@ -54,9 +54,9 @@ const (
 	// which moves 32 KiB at once.
 	MaxPayload = 32<<10 - headerSize
 
-	// Window is how much stdin may be on its way to a process which does not
-	// read. Without it the server would block on the process' pipe and see
-	// neither signals nor the end of the client.
+	// Window is how much stdin may be on its way to a process that does not read.
+	// Without it the server would block on the process's pipe and notice neither
+	// signals nor the end of the client.
 	Window = 256 << 10
 
 	// MaxStart bounds the JSON form of Start.
@@ -78,8 +78,8 @@ var (
 	ackMagic   = [16]byte{0x00, 0xff, 'a', 'g', 'e', 'n', 't', 'r', 'u', 'n', ' ', 'a', 'c', 'k', '.', 0xfe}
 )
 
-// frame headers carry two fixed bytes so that a parser which lost its place
-// notices at once.
+// Frame headers contain two fixed bytes, so that a parser that lost its place notices
+// at once.
 const (
 	mark0 = 'A'
 	mark1 = 'T'
@@ -116,7 +116,7 @@ func ReadFrame(r io.Reader, buf []byte) (Type, []byte, error) {
 	return Type(h[2]), buf[:n], nil
 }
 
-// Nonce tells one client's greeting from another's.
+// Nonce distinguishes the greetings of clients.
 type Nonce [16]byte
 
 // NewNonce returns a random nonce.

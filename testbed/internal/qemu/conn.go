@@ -17,11 +17,11 @@ import (
 	"agentrun.dev/testbed/internal/protocol"
 )
 
-// helloLimit bounds the answer to a greeting of a VM which is up. The
-// session before on the same port is killed first, which takes a moment.
+// helloLimit bounds the wait for a running VM's answer to a greeting. The previous
+// session on the same port is killed first, which takes a moment.
 const helloLimit = time.Minute
 
-// Conn is a client's hold of one port.
+// Conn is a client's connection to one port.
 type Conn struct {
 	file *os.File
 	lock *os.File // held with flock: one client per port
@@ -32,8 +32,8 @@ type Conn struct {
 	out []byte
 }
 
-// Connect takes a free port of the running VM; when all are taken it
-// waits for one.
+// Connect takes a free port of the running VM. If all ports are taken, it waits for
+// one.
 func (m *VM) Connect(ctx context.Context) (*Conn, error) {
 	first := rand.IntN(Ports)
 	for i := range Ports {
@@ -68,7 +68,8 @@ func (m *VM) dialLocked(ctx context.Context, port string, lock *os.File) (*Conn,
 
 // dial connects to a port and greets.
 func (m *VM) dial(ctx context.Context, port string) (*Conn, error) {
-	// Through the folder's descriptor: a socket's path has 107 bytes at most.
+	// The socket is reached through the folder's descriptor, because a socket's path
+	// has 107 bytes at most.
 	dir, err := os.Open(m.state)
 	if err != nil {
 		return nil, err
@@ -127,7 +128,7 @@ func (c *Conn) Send(t protocol.Type, payload []byte) error {
 // Receive returns the next frame; the payload is valid until the next call.
 func (c *Conn) Receive() (protocol.Type, []byte, error) { return protocol.ReadFrame(c.r, c.in) }
 
-// Close gives the port back. The server kills what still runs for it.
+// Close returns the port. The server kills the processes that still run for it.
 func (c *Conn) Close() error {
 	err := c.file.Close()
 	if c.lock != nil {
@@ -147,7 +148,7 @@ func (m *VM) requestPowerOff() error {
 	if err := c.Send(protocol.PowerOff, nil); err != nil {
 		return err
 	}
-	// The VM's end is the answer; without waiting for it our close could
+	// The end of the VM is the answer. Without waiting for it, our close could
 	// overtake the frame.
 	c.file.SetReadDeadline(time.Now().Add(5 * time.Second))
 	_, _, _ = c.Receive()

@@ -12,8 +12,8 @@ import (
 	"agentrun.dev/testbed/internal/inside"
 )
 
-// writeInitramfs writes the VM's only file system of its own: this
-// program as /init, and the modules.
+// writeInitramfs writes the only file system of the VM's own: this program as /init,
+// and the modules.
 func writeInitramfs(path, results string, k kernel) error {
 	self, err := os.Executable()
 	if err != nil {
@@ -35,7 +35,7 @@ func writeInitramfs(path, results string, k kernel) error {
 	for _, dir := range []string{"dev", "proc", "sys", "run", "results", "session", "modules"} {
 		c.Folder(dir)
 	}
-	// The kernel opens it for /init before devtmpfs is there.
+	// The kernel opens /dev/console for /init before devtmpfs is mounted.
 	c.Device("dev/console", 5, 1)
 	program, err := os.ReadFile(self)
 	if err != nil {
@@ -68,8 +68,8 @@ func writeInitramfs(path, results string, k kernel) error {
 	return os.Rename(tmp, path)
 }
 
-// mustBeStatic refuses a binary that needs an interpreter: there is none in
-// the initramfs. This program avoids package net for that reason.
+// mustBeStatic refuses a binary that needs an interpreter, because the initramfs has
+// none. This program avoids package net for that reason.
 func mustBeStatic(path string) error {
 	f, err := elf.Open(path)
 	if err != nil {

@@ -11,19 +11,20 @@ import (
 	"strings"
 )
 
-// neededModules are what the VM needs of the distribution's kernel; their
-// dependencies come from modules.dep. Others can be loaded inside by modprobe.
+// neededModules are the modules of the distribution's kernel that the VM needs. Their
+// dependencies come from modules.dep. Other modules can be loaded inside with
+// modprobe.
 var neededModules = []string{"virtio_pci", "virtio_console", "9pnet_virtio", "9p", "overlay", "kvm-amd", "tun", "veth", "loop", "fuse"}
 
 // kernel is a distribution kernel with its modules.
 type kernel struct {
 	image   string
 	folder  string   // of all its modules
-	modules []string // files of those that are needed, in loading order
+	modules []string // files of the needed modules, in loading order
 }
 
-// findKernel returns the newest kernel under root which has what we need.
-// Debian's cloud kernels, for one, have no 9p.
+// findKernel returns the newest kernel under root that has the needed modules.
+// Debian's cloud kernels, for example, have no 9p.
 func findKernel(root string) (kernel, error) {
 	images, err := filepath.Glob(filepath.Join(root, "boot/vmlinuz-*"))
 	if err != nil {
@@ -76,8 +77,7 @@ func leadingNumber(s string) (number, rest string) {
 	return s[:i], s[i:]
 }
 
-// resolveModules returns the files of these modules, each after those that it
-// depends on.
+// resolveModules returns the files of these modules, each after its dependencies.
 func resolveModules(root string, names []string) ([]string, error) {
 	deps, err := os.ReadFile(filepath.Join(root, "modules.dep"))
 	if err != nil {
@@ -107,8 +107,7 @@ func resolveModules(root string, names []string) ([]string, error) {
 			return nil, fmt.Errorf("no module %s", name)
 		}
 		file, needs, _ := strings.Cut(line, ":")
-		// modules.dep lists the dependencies of dependencies too, the
-		// innermost last.
+		// modules.dep also lists indirect dependencies, the innermost last.
 		order := strings.Fields(needs)
 		slices.Reverse(order)
 		for _, f := range append(order, file) {
@@ -120,7 +119,7 @@ func resolveModules(root string, names []string) ([]string, error) {
 	return files, nil
 }
 
-// moduleName is a module's name from its file; "-" and "_" are the same.
+// moduleName is a module's name derived from its file. "-" and "_" are the same.
 func moduleName(file string) string {
 	name, _, _ := strings.Cut(filepath.Base(file), ".ko")
 	return strings.ReplaceAll(name, "-", "_")
@@ -142,9 +141,9 @@ func readModule(file string) ([]byte, error) {
 	return out.Bytes(), nil
 }
 
-// unpackKernel takes the vmlinux out of a bzImage into the file out, once.
-// Emulated, the kernel's own decompressor takes half of the whole start; QEMU
-// boots the vmlinux directly through its PVH entry.
+// unpackKernel extracts the vmlinux of a bzImage into the file out, once. Under
+// emulation, the kernel's own decompressor takes half of the whole start. QEMU boots
+// the vmlinux directly through its PVH entry.
 func unpackKernel(image, out string) error {
 	source, err := os.Stat(image)
 	if err != nil {

@@ -1,8 +1,8 @@
-// Package qemu is the host's side of the testbed: a QEMU VM, emulated
-// in software, whose emulated AMD-V gives the programs inside a real /dev/kvm.
+// Package qemu is the host's side of the testbed. It runs a QEMU VM, emulated in
+// software, whose emulated AMD-V gives the programs inside a real /dev/kvm.
 //
-// One VM belongs to one checkout of the repository and is shared by all
-// its commands; its files (sockets, pid, console) are in one state folder.
+// One VM belongs to one checkout of the repository and is shared by all its commands;
+// its files (sockets, pid, console) are in one state folder.
 package qemu
 
 import (
@@ -65,12 +65,12 @@ func Open(folder string) (*VM, error) {
 // State is the folder of the VM's sockets, pid file and console log.
 func (m *VM) State() string { return m.state }
 
-// Results is the folder which the VM can write to, at the same path.
+// Results is the folder that the VM can write to, at the same path.
 func (m *VM) Results() string { return filepath.Join(m.repo, "build", "out") }
 
 func (m *VM) file(name string) string { return filepath.Join(m.state, name) }
 
-// name marks our QEMU process in its command line.
+// name identifies our QEMU process in its command line.
 func (m *VM) name() string {
 	sum := sha256.Sum256([]byte(m.state))
 	return "agentrun-testbed-" + hex.EncodeToString(sum[:8])
@@ -92,7 +92,7 @@ func findRepo(folder string) (string, error) {
 	}
 }
 
-// PID returns the VM's process, or ErrNotRunning.
+// PID returns the id of the VM's process, or ErrNotRunning.
 func (m *VM) PID() (int, error) {
 	b, err := os.ReadFile(m.file("pid"))
 	if errors.Is(err, os.ErrNotExist) {
@@ -107,14 +107,14 @@ func (m *VM) PID() (int, error) {
 	return pid, nil
 }
 
-// isOurs tells our QEMU from a process which got the same number later.
+// isOurs distinguishes our QEMU from a process that got the same number later.
 func (m *VM) isOurs(pid int) bool {
 	cmdline, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
 	return err == nil && strings.Contains(string(cmdline), "\x00"+m.name()+"\x00")
 }
 
-// Stop ends the VM: politely, then by force. Only the process that we
-// verified is ever signalled, through a pidfd, so that a reused number is not.
+// Stop ends the VM: first by a request, then by force. It signals only the process
+// that it has verified, through a pidfd, and so never a process with a reused number.
 func (m *VM) Stop() error {
 	unlock, err := m.lock()
 	if err != nil {

@@ -18,12 +18,12 @@ import (
 	"agentrun.dev/testbed/internal/inside"
 )
 
-// Config is what the VM is made of.
+// Config configures the VM.
 type Config struct {
 	MemoryMiB int // 0: 8 GiB, or half of the host's if that is less
 	CPUs      int // 0: 1
-	// Kernel is a folder with boot and lib/modules: / is what the host has
-	// installed. Empty is what testbed/kernel has fetched, or else /.
+	// Kernel is a folder with boot and lib/modules: / is the host's installed kernel.
+	// If empty, the kernel that testbed/kernel has fetched is used, or else /.
 	Kernel string
 }
 
@@ -45,8 +45,8 @@ func (m *VM) Start(ctx context.Context, cfg Config) (started bool, err error) {
 	if err := m.launch(cfg); err != nil {
 		return false, err
 	}
-	// The greeting waits in the port until the server inside answers it; when
-	// QEMU ends before, the socket does.
+	// The greeting waits in the port until the server inside answers it. If QEMU ends
+	// before that, the socket closes.
 	ctx, cancel := context.WithTimeout(ctx, startLimit)
 	defer cancel()
 	c, err := m.dial(ctx, "control")
@@ -57,7 +57,8 @@ func (m *VM) Start(ctx context.Context, cfg Config) (started bool, err error) {
 }
 
 func (m *VM) launch(cfg Config) error {
-	// Not the distribution's: its emulation of SVM is not right (testbed/qemu).
+	// The distribution's QEMU is not used, because its emulation of SVM is wrong
+	// (testbed/qemu).
 	qemu := filepath.Join(m.repo, "build", "qemu-system-x86_64")
 	if _, err := os.Stat(qemu); err != nil {
 		return fmt.Errorf("the testbed's QEMU is missing: run make testbed, which builds it once: %w", err)
@@ -84,7 +85,8 @@ func (m *VM) launch(cfg Config) error {
 		}
 	}
 	cmd := exec.Command(qemu, m.qemuArgs(cfg)...)
-	// Sockets are named relative to it: a socket's path has 107 bytes at most.
+	// Sockets are named relative to this folder, because a socket's path has 107
+	// bytes at most.
 	cmd.Dir = m.state
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	var errs bytes.Buffer
@@ -96,9 +98,9 @@ func (m *VM) launch(cfg Config) error {
 	return nil
 }
 
-// defaultCPUs is one: with two, about one boot in eighty of a guest with two
-// processors still ends in a triple fault or hangs (testbed/README.md). With one,
-// 112 of 112 were good.
+// defaultCPUs is one. With two, about one boot in eighty of a guest with two
+// processors still ends in a triple fault or hangs (testbed/README.md). With one, 112
+// of 112 boots were good.
 const defaultCPUs = 1
 
 func (m *VM) fillDefaults(cfg *Config) error {
@@ -122,9 +124,9 @@ func (m *VM) fillDefaults(cfg *Config) error {
 	return nil
 }
 
-// qemuArgs is the VM. tsc=reliable: on hpet KVM would have no master
-// clock, a path which hardware does not take. mitigations=off and a large
-// translation buffer are for speed only.
+// qemuArgs are QEMU's arguments. tsc=reliable is needed because on hpet KVM would
+// have no master clock, a path that hardware does not take. mitigations=off and a
+// large translation buffer are for speed only.
 func (m *VM) qemuArgs(cfg Config) []string {
 	// A comma ends an option's value unless doubled.
 	results := strings.ReplaceAll(m.Results(), ",", ",,")
@@ -137,7 +139,7 @@ func (m *VM) qemuArgs(cfg Config) []string {
 		"-kernel", m.file("vmlinux"), "-initrd", m.file("initramfs"),
 		"-append", "console=ttyS0 quiet panic=-1 tsc=reliable mitigations=off",
 		"-serial", "file:console.log",
-		// For a person who looks into a VM that hangs: info registers.
+		// For a person who examines a VM that hangs: info registers.
 		"-monitor", "unix:monitor.socket,server=on,wait=off",
 		"-device", "virtio-serial-pci,max_ports=" + strconv.Itoa(Ports+2),
 		"-fsdev", "local,id=results,path=" + results + ",security_model=none,multidevs=remap",

@@ -13,26 +13,26 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// Handle is a hold on a vmm process.
+// Handle controls a vmm process.
 type Handle interface {
 	PID() int
-	// Kill ends the process; one that has ended already is fine.
+	// Kill ends the process. A process that has ended already is no error.
 	Kill()
-	// Wait returns when the process has ended, with its last words. It is
+	// Wait blocks until the process has ended, and returns its last words. It is
 	// called once, and frees the handle.
 	Wait() LastWords
 }
 
-// LastWords is what is known of a process that has ended.
+// LastWords is everything known about the end of a process.
 type LastWords struct {
 	Text        string
 	OutOfMemory bool // its cgroup's limit was reached
 }
 
-// ownChild is a process that we have started.
+// ownChild is a process that this process has started.
 type ownChild struct {
 	process *jail.Process
-	stderr  *os.File // a sealed memfd: what the process said when it crashed
+	stderr  *os.File // a sealed memfd with the output of a crash
 }
 
 func (c *ownChild) PID() int { return c.process.Pid }
@@ -43,7 +43,7 @@ func (c *ownChild) Wait() LastWords {
 	state, err := c.process.Wait()
 	defer func() { _ = c.stderr.Close() }()
 	said := make([]byte, stderrLimit)
-	n, _ := c.stderr.ReadAt(said, 0) // nothing said is fine
+	n, _ := c.stderr.ReadAt(said, 0) // no output is fine
 	said = bytes.TrimSpace(bytes.TrimRight(said[:n], "\x00"))
 	how := "vmm process exited without a word"
 	switch {
@@ -58,8 +58,8 @@ func (c *ownChild) Wait() LastWords {
 	return release(c.process.Cell, how)
 }
 
-// release frees the cell of a process that has ended, and says what is to be
-// known of it before all else.
+// release frees the cell of a process that has ended. It puts the kernel's reasons
+// for the end before how.
 func release(c *jail.Cell, how string) LastWords {
 	var words string
 	oomKills, err := c.Release()
@@ -72,7 +72,8 @@ func release(c *jail.Cell, how string) LastWords {
 	return LastWords{words + how, oomKills > 0}
 }
 
-// StopListening tells a vmm at a socket to stop, and waits until it has.
+// StopListening tells a vmm that listens at a socket to stop, and waits until it has
+// stopped.
 func StopListening(ctx context.Context, socket string) error {
 	conn, err := vmmctl.Dial(socket)
 	if trust.Nobody(err) {
@@ -84,13 +85,13 @@ func StopListening(ctx context.Context, socket string) error {
 	return trust.Stop[vmmctl.Message](ctx, conn, &vmmctl.Simple{Kind: vmmctl.KindStop, ID: 1})
 }
 
-// adopted is a process that somebody else has started.
+// adopted is a process that another process has started.
 type adopted struct {
 	process *procid.Handle
 	cell    *jail.Cell
 }
 
-// NewAdopted is a hold on a process that somebody else has started.
+// NewAdopted makes the handle of a process that another process has started.
 func NewAdopted(h *procid.Handle, cell *jail.Cell) Handle { return &adopted{h, cell} }
 
 func (a *adopted) PID() int { return a.process.PID() }
@@ -105,8 +106,8 @@ func (a *adopted) Wait() LastWords {
 	return release(a.cell, "vmm process ended without a word")
 }
 
-// Attach connects to a vmm that listens at a socket, runs a guest with so much
-// memory, and speaks a version of the protocol.
+// Attach connects to a vmm that listens at a socket. memory is the size of its
+// guest's memory, and protocol is the version of vmmctl that it speaks.
 func Attach(j *jail.Jail, socket string, id procid.ID, memory uint64, protocol int) (*Process, error) {
 	h, err := procid.Adopt(id)
 	if err != nil {
@@ -122,6 +123,6 @@ func Attach(j *jail.Jail, socket string, id procid.ID, memory uint64, protocol i
 	}
 	p := Hold(NewAdopted(h, cell), conn, cell, memory)
 	p.protocol = protocol
-	p.paused.Store(true) // it may be
+	p.paused.Store(true) // it may be paused
 	return p, nil
 }

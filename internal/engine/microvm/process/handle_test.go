@@ -8,7 +8,8 @@ import (
 	"agentrun.dev/internal/vmm/vmmctl"
 )
 
-// TestStopListening: nobody there is fine; somebody there is told to stop.
+// TestStopListening: a process that listens is told to stop. If no process listens,
+// that is no error.
 func TestStopListening(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "control")
@@ -43,7 +44,7 @@ func TestStopListening(t *testing.T) {
 	if err := StopListening(t.Context(), path); err != nil {
 		t.Errorf("nobody listens: %v", err)
 	}
-	// One that does not stop is given up with the context.
+	// The wait for a process that does not stop ends with ctx.
 	silent, err := vmmctl.Listen(filepath.Join(dir, "silent"))
 	if err != nil {
 		t.Fatal(err)

@@ -1,5 +1,5 @@
-// Package process owns vmm processes, each with its VM: it starts them in a jail,
-// speaks with them, hands them descriptors, and kills one that does not behave.
+// Package process owns vmm processes, each with its VM. It starts them in a jail,
+// speaks with them, hands them descriptors, and kills any that misbehave.
 package process
 
 import (
@@ -22,30 +22,30 @@ type Process struct {
 	handle Handle
 	conn   *vmmctl.Conn
 	cell   *jail.Cell
-	limits jail.Limits // what it was given; zero if somebody else did
+	limits jail.Limits // the limits that it was started with; zero if another process has started it
 
 	ready    chan struct{} // closed when the guest's agent listens
 	done     chan struct{} // closed when the process has ended
 	exit     vmstate.Exit  // set before done is closed
-	lastTail []byte        // the console's tail at the end, likewise
+	lastTail []byte        // the console's tail at the end; set before done is closed
 
 	paused atomic.Bool   // as far as this parent knows
-	parked atomic.Bool   // it goes on when it is sent something
-	kept   atomic.Uint64 // bytes of charged files that were closed here, and that the process still has
-	lent   atomic.Int64  // files on disk that captures have handed out and that are not gone
+	parked atomic.Bool   // a message on a stream wakes the guest
+	kept   atomic.Uint64 // bytes of charged files that were closed here and that the vmm still maps
+	lent   atomic.Int64  // disk files that captures have handed out and that are still open
 
-	protocol int                    // what it speaks, once Made or Attach has returned
-	memory   uint64                 // the guest's, in bytes
-	patience atomic.Int64           // how long it may take for an answer; Expect sets it
-	left     atomic.Bool            // the socket is closed here, and the process goes on
-	accused  atomic.Pointer[string] // of what; nil unless it was killed for it
+	protocol int                    // the version of vmmctl, known once Made or Attach has returned
+	memory   uint64                 // of the guest, in bytes
+	patience atomic.Int64           // how long an answer may take; set by Expect
+	left     atomic.Bool            // Detach has closed the socket here, and the process goes on
+	accused  atomic.Pointer[string] // why the process was killed; nil unless this parent accused it
 
 	mu      sync.Mutex // protects all following fields
 	nextID  uint64
 	waiting map[uint64]pending // nil once the process has ended
 }
 
-// newProcess makes one that is not listened to yet.
+// newProcess makes a Process whose messages are not read yet.
 func newProcess(h Handle, conn *vmmctl.Conn, cell *jail.Cell, memory uint64) *Process {
 	p := &Process{
 		handle: h, conn: conn, cell: cell, memory: memory, nextID: 1,
@@ -55,15 +55,15 @@ func newProcess(h Handle, conn *vmmctl.Conn, cell *jail.Cell, memory uint64) *Pr
 	return p
 }
 
-// Hold speaks with a process that runs a guest with so much memory, whoever has
-// started it.
+// Hold makes a Process of a running vmm process, whoever has started it, and reads
+// its messages. memory is the size of its guest's memory.
 func Hold(h Handle, conn *vmmctl.Conn, cell *jail.Cell, memory uint64) *Process {
 	p := newProcess(h, conn, cell, memory)
 	go p.receive()
 	return p
 }
 
-// finish reaps the process and tells everybody who waits.
+// finish reaps the process, records how it ended, and wakes all waiters.
 func (p *Process) finish(last *vmmctl.Exit) {
 	words := p.handle.Wait()
 	if why := p.accused.Load(); why != nil {
@@ -103,7 +103,8 @@ func (p *Process) WaitReady(ctx context.Context) error {
 // Done is closed when the VM and its process have ended.
 func (p *Process) Done() <-chan struct{} { return p.done }
 
-// Wait returns how the VM ended and the tail of its console.
+// Wait blocks until the VM has ended. It returns the reason and the tail of its
+// console.
 func (p *Process) Wait() (vmstate.Exit, []byte) {
 	<-p.done
 	return p.exit, p.lastTail
@@ -118,10 +119,11 @@ func (p *Process) Pid() int { return p.handle.PID() }
 // Cell is the process's place in the jail.
 func (p *Process) Cell() *jail.Cell { return p.cell }
 
-// Limits is what the process was given, zero if somebody else did.
+// Limits are the limits that the process was started with; zero if another process
+// has started it.
 func (p *Process) Limits() jail.Limits { return p.limits }
 
-// Limit gives it other limits.
+// Limit changes the limits of the process.
 func (p *Process) Limit(limits jail.Limits) error {
 	if limits == p.limits {
 		return nil
@@ -133,11 +135,11 @@ func (p *Process) Limit(limits jail.Limits) error {
 	return nil
 }
 
-// Paused reports whether the guest stands still, as far as this parent knows.
+// Paused reports whether the guest is paused, as far as this parent knows.
 func (p *Process) Paused() bool { return p.paused.Load() }
 
-// Unpark reports whether the guest is parked. If so, the caller is about to send it
-// something, and it goes on.
+// Unpark reports whether the guest is parked. If it is, the caller is about to send
+// it a message, which wakes it.
 func (p *Process) Unpark() bool {
 	parked := p.parked.Swap(false)
 	if parked {
@@ -146,16 +148,16 @@ func (p *Process) Unpark() bool {
 	return parked
 }
 
-// Charged is how much memory of the machine the VM occupies, all that it costs
-// included but for cached pages of files, and the limit of it; both are 0 for a
+// Charged returns how much of the host's memory the VM occupies, and its limit. The
+// usage contains every cost of the VM except cached pages of files. Both are 0 for a
 // VM without limits.
 func (p *Process) Charged() (usage, limit uint64, err error) { return p.cell.Memory() }
 
-// Kill ends process and VM at once and waits until they are gone.
+// Kill ends process and VM at once, and waits until both are gone.
 func (p *Process) Kill() {
 	p.handle.Kill()
-	// Whatever the process has done with its end of the socket, nobody waits for
-	// its last word for long.
+	// The wait for the process's last message is bounded, whatever the process has
+	// done with its end of the socket.
 	defer time.AfterFunc(closingTime, func() {
 		p.accuse(errors.New("its control socket stayed open when it had ended"))
 		_ = p.conn.Close()
@@ -173,10 +175,11 @@ func (p *Process) Stopped() error {
 	}
 }
 
-// Ended is ErrEnded with how it ended, of a process that has.
+// Ended is ErrEnded with the way in which the process ended. The process must have
+// ended.
 func (p *Process) Ended() error { return fmt.Errorf("%w: %v", engine.ErrEnded, p.exit) }
 
-// Detach leaves the process alone; one that has ended is fine.
+// Detach releases the process and lets it run. A process that has ended is no error.
 func (p *Process) Detach() error {
 	p.cell.Leave()
 	p.left.Store(true)

@@ -14,7 +14,7 @@ import (
 	"agentrun.dev/internal/vmm/vmstate"
 )
 
-// played is a vmm process that this program plays.
+// played is a vmm process that the test program plays.
 type played struct {
 	end  func()
 	done chan struct{}
@@ -24,7 +24,7 @@ func (*played) PID() int          { return 1 }
 func (p *played) Kill()           { p.end() }
 func (p *played) Wait() LastWords { <-p.done; return LastWords{Text: "it was played"} }
 
-// play plays one that hands each message to answer; nil reads nothing.
+// play plays a vmm that hands each message to answer. With nil it reads no messages.
 func play(t *testing.T, answer func(*vmmctl.Conn, vmmctl.Message) error) *Process {
 	t.Helper()
 	ours, theirs, err := vmmctl.Pair()
@@ -56,7 +56,7 @@ func play(t *testing.T, answer func(*vmmctl.Conn, vmmctl.Message) error) *Proces
 	return p
 }
 
-// honest answers what has an answer without data.
+// honest answers the messages whose answers carry no data.
 func honest(c *vmmctl.Conn, m vmmctl.Message) error {
 	if m, ok := m.(*vmmctl.Simple); ok {
 		return c.Send(&vmmctl.Reply{ID: m.ID})
@@ -64,7 +64,7 @@ func honest(c *vmmctl.Conn, m vmmctl.Message) error {
 	return nil
 }
 
-// killedFor fails unless the process has been killed for a reason.
+// killedFor fails unless the process was killed for this reason.
 func killedFor(t *testing.T, p *Process, why string) {
 	t.Helper()
 	select {
@@ -77,8 +77,8 @@ func killedFor(t *testing.T, p *Process, why string) {
 	}
 }
 
-// TestDeadline: a vmm that does not answer is killed, whatever it was asked, and
-// whoever still waits.
+// TestDeadline: a vmm that does not answer is killed, whatever the request was, and
+// even if the caller still waits.
 func TestDeadline(t *testing.T) {
 	p := play(t, honest)
 	p.patience.Store(int64(10 * time.Millisecond))
@@ -88,15 +88,16 @@ func TestDeadline(t *testing.T) {
 	killedFor(t, p, "it has not answered Load within 10ms")
 }
 
-// TestSaveDeadline: Save has a deadline, too, which a caller does not shorten.
+// TestSaveDeadline: Save has a deadline as well, and the caller's context does not
+// shorten it.
 func TestSaveDeadline(t *testing.T) {
 	p := play(t, func(c *vmmctl.Conn, _ vmmctl.Message) error { return c.Send(&vmmctl.Ready{}) })
 	go func() {
-		<-p.ready // it has got Save
+		<-p.ready // Save has arrived
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		for _, r := range p.waiting {
-			r.timer.Reset(0) // time flies
+			r.timer.Reset(0) // as if the time had passed
 		}
 	}()
 	if _, err := p.Request(t.Context(), func(id uint64) vmmctl.Message { return &vmmctl.Save{ID: id} }); !errors.Is(err, engine.ErrEnded) {
@@ -105,7 +106,7 @@ func TestSaveDeadline(t *testing.T) {
 	killedFor(t, p, "it has not answered Save within 5m0s")
 }
 
-// TestAnswersAreNotOverdue: one that has answered, or was left alone, lives on.
+// TestAnswersAreNotOverdue: a process that has answered, or was detached, lives on.
 func TestAnswersAreNotOverdue(t *testing.T) {
 	p := play(t, honest)
 	for range 3 {
@@ -124,14 +125,14 @@ func TestAnswersAreNotOverdue(t *testing.T) {
 	}
 }
 
-// TestReadsNothing: one that reads nothing is not waited for by whoever dials its
-// guest, however many have done so before.
+// TestReadsNothing: a dial of a guest does not wait long for a process that reads
+// nothing, however many dials came before.
 func TestReadsNothing(t *testing.T) {
 	p := play(t, nil)
 	p.patience.Store(int64(100 * time.Millisecond))
 	ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
 	defer cancel()
-	for { // the socket is full at some time
+	for { // at some point the socket is full
 		if _, err := p.Dial(ctx, 5); err == nil {
 			t.Fatal("it has answered")
 		} else if !errors.Is(err, context.DeadlineExceeded) {
@@ -141,8 +142,8 @@ func TestReadsNothing(t *testing.T) {
 	killedFor(t, p, "it has not answered Connect within")
 }
 
-// TestKeptIsBounded: a vmm that maps all its old layers for ever does not raise its
-// limit for ever.
+// TestKeptIsBounded: a vmm that maps all its old layers forever cannot raise its
+// limit forever.
 func TestKeptIsBounded(t *testing.T) {
 	const memory = 1 << 20
 	p := play(t, honest)

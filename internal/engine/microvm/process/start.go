@@ -11,13 +11,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Message is one to a vmm process, with its files.
+// Message is a message to a vmm process, with its files.
 type Message struct {
 	vmmctl.Message
 	Files []*os.File
 }
 
-// Add adds a file that was opened, or takes the error.
+// Add adds an opened file. If opening failed, it records the error unless an earlier
+// one is recorded.
 func (m *Message) Add(err *error, f *os.File, openErr error) {
 	if openErr == nil {
 		m.Files = append(m.Files, f)
@@ -26,17 +27,17 @@ func (m *Message) Add(err *error, f *os.File, openErr error) {
 	}
 }
 
-// Close closes the files: a vmm has its own copies.
+// Close closes our copies of the files. The vmm has its own.
 func (m *Message) Close() {
 	for _, f := range m.Files {
-		_ = f.Close() // only passed on
+		_ = f.Close() // the vmm has its own copy
 	}
 }
 
-// stderrLimit bounds what a dying vmm can say: a Go stack trace.
+// stderrLimit bounds the output of a crashing vmm. It has room for a Go stack trace.
 const stderrLimit = 64 << 10
 
-// Begin starts a vmm process and returns when its first message was answered.
+// Begin starts a vmm process and returns once it has answered its first message.
 func Begin(j *jail.Jail, limits jail.Limits, first *Message) (*Process, error) {
 	p, made, err := Open(j, limits, first)
 	if err != nil {
@@ -63,8 +64,9 @@ func (p *Process) Made(made <-chan *vmmctl.Reply) error {
 	return nil
 }
 
-// Open starts a vmm process with its first message, Boot or Spare, whose reply
-// comes later: Made waits for it. Of the message's files those are added that every vmm gets.
+// Open starts a vmm process with its first message, Boot or Spare. It does not wait
+// for the reply; Made does. Open adds the files that every vmm gets to the message's
+// files.
 func Open(j *jail.Jail, limits jail.Limits, first *Message) (*Process, <-chan *vmmctl.Reply, error) {
 	kvm, err := OpenKVM()
 	if err != nil {
@@ -88,7 +90,7 @@ func Open(j *jail.Jail, limits jail.Limits, first *Message) (*Process, <-chan *v
 	if err != nil {
 		return nil, nil, err
 	}
-	reply := p.enlist(0, first.Message) // the first message is answered with id 0
+	reply := p.enlist(0, first.Message) // the id of the first message is 0
 	err = p.conn.Send(first.Message, append(files, first.Files...)...)
 	go p.receive()
 	if err != nil {
@@ -148,8 +150,9 @@ func OpenKVM() (*os.File, error) {
 	return f, nil
 }
 
-// openUserfaultfd opens the device that live forks without copying need, or
-// returns nil where there is none: then memory is copied in the pause.
+// openUserfaultfd opens the device that live forks need to avoid copying memory
+// during the pause. It returns nil on a host without the device, where memory is
+// copied during the pause.
 func openUserfaultfd() *os.File {
 	f, err := os.OpenFile("/dev/userfaultfd", os.O_RDWR, 0)
 	if err != nil {
@@ -158,7 +161,7 @@ func openUserfaultfd() *os.File {
 	return f
 }
 
-// MemoryFile makes a file in memory with some content.
+// MemoryFile makes a file in memory with this content.
 func MemoryFile(name string, content []byte) (*os.File, error) {
 	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {

@@ -19,7 +19,7 @@ func (p *Process) Dial(ctx context.Context, port uint32) (net.Conn, error) {
 	return p.dial(ctx, port, false)
 }
 
-// DialStandby opens the stream that copies of the guest go on with.
+// DialStandby opens the stream that copies of the guest will continue.
 func (p *Process) DialStandby(ctx context.Context, port uint32) (net.Conn, error) {
 	return p.dial(ctx, port, true)
 }
@@ -29,7 +29,8 @@ func (p *Process) dial(ctx context.Context, port uint32, standby bool) (net.Conn
 	if err != nil {
 		return nil, fmt.Errorf("dial guest port %d: %w", port, err)
 	}
-	// The guest decides when it answers: a vmm is not to blame if it never does.
+	// The guest decides when it answers, so a vmm is not blamed if its guest never
+	// does.
 	ctx, cancel := context.WithTimeout(ctx, time.Duration(p.patience.Load()))
 	defer cancel()
 	_, err = p.Request(ctx, func(id uint64) vmmctl.Message {
@@ -41,8 +42,7 @@ func (p *Process) dial(ctx context.Context, port uint32, standby bool) (net.Conn
 	return ours, nil
 }
 
-// StreamPair makes the two ends of a stream to a guest: ours, and that of the
-// vmm.
+// StreamPair makes the two ends of a stream to a guest: ours and the vmm's.
 func StreamPair() (ours net.Conn, theirs *os.File, err error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
@@ -71,7 +71,8 @@ func (p *Process) Park(ctx context.Context) error {
 	return err
 }
 
-// Resume lets a paused guest go on. Its wall clock is late by the pause.
+// Resume lets a paused guest go on. Its wall clock is behind by the length of the
+// pause.
 func (p *Process) Resume(ctx context.Context) error {
 	wait, err := p.PostResume()
 	if err == nil {
@@ -80,8 +81,9 @@ func (p *Process) Resume(ctx context.Context) error {
 	return err
 }
 
-// PostResume asks for Resume and returns how to wait for it, and whether the guest
-// stood still. The vmm process of an older AgentRun does not tell: it may have.
+// PostResume sends the request to resume. wait waits for the reply, which says
+// whether the guest stood still. The vmm process of an older AgentRun does not say
+// it; the guest then counts as having stood still.
 func (p *Process) PostResume() (wait func(context.Context) (stood bool, err error), err error) {
 	p.paused.Store(false)
 	p.parked.Store(false)
@@ -101,13 +103,13 @@ func (p *Process) RenewGenerationID(ctx context.Context) error {
 	return p.simple(ctx, vmmctl.KindGenerationID)
 }
 
-// Settle waits until the guest has given back the memory that it does not use.
+// Settle waits until the guest has returned the memory that it does not use.
 func (p *Process) Settle(ctx context.Context) error { return p.simple(ctx, vmmctl.KindSettle) }
 
 // Stop cuts the guest's power.
 func (p *Process) Stop(ctx context.Context) error { return p.simple(ctx, vmmctl.KindStop) }
 
-// Console returns the tail of what the guest printed.
+// Console returns the tail of the guest's console.
 func (p *Process) Console(ctx context.Context) ([]byte, error) {
 	r, err := p.Request(ctx, func(id uint64) vmmctl.Message {
 		return &vmmctl.Simple{Kind: vmmctl.KindConsole, ID: id}
@@ -118,7 +120,7 @@ func (p *Process) Console(ctx context.Context) ([]byte, error) {
 	return r.Data, nil
 }
 
-// SetBalloon asks the guest to give back this much of its memory.
+// SetBalloon asks the guest to return this much of its memory.
 func (p *Process) SetBalloon(ctx context.Context, bytes uint64) error {
 	_, err := p.Request(ctx, func(id uint64) vmmctl.Message { return &vmmctl.Balloon{ID: id, Bytes: bytes} })
 	return err
@@ -138,8 +140,8 @@ func (p *Process) Request(ctx context.Context, message func(id uint64) vmmctl.Me
 	return p.Await(ctx, reply)
 }
 
-// Post sends a message; its reply, for Await, comes later. A vmm that does not
-// answer in time is killed.
+// Post sends a message and returns the channel of its reply, for Await. A vmm that
+// does not answer in time is killed.
 func (p *Process) Post(message func(id uint64) vmmctl.Message, files ...*os.File) (<-chan *vmmctl.Reply, error) {
 	p.mu.Lock()
 	if p.waiting == nil {
@@ -151,7 +153,7 @@ func (p *Process) Post(message func(id uint64) vmmctl.Message, files ...*os.File
 	m := message(id)
 	reply := p.enlist(id, m)
 	p.mu.Unlock()
-	// Whether or not the guest answers, a vmm takes what it is sent.
+	// A vmm must read its messages even while its guest does not answer.
 	after := time.Duration(p.patience.Load())
 	taken := time.AfterFunc(after, func() { p.overdue(m, after) })
 	err := p.conn.Send(m, files...)
@@ -168,8 +170,8 @@ func (p *Process) Post(message func(id uint64) vmmctl.Message, files ...*os.File
 	return reply, nil
 }
 
-// enlist notes a request that is about to be made. The caller holds p.mu, or is
-// the only one who knows the process.
+// enlist records a request that is about to be sent. The caller holds p.mu, or is the
+// only user of the process.
 func (p *Process) enlist(id uint64, m vmmctl.Message) <-chan *vmmctl.Reply {
 	r := pending{reply: make(chan *vmmctl.Reply, 1)}
 	if _, guests := m.(*vmmctl.Connect); !guests {
@@ -180,12 +182,12 @@ func (p *Process) enlist(id uint64, m vmmctl.Message) <-chan *vmmctl.Reply {
 	return r.reply
 }
 
-// Refusal is what a vmm says to a request that it does not fulfil.
+// Refusal is a vmm's reason for refusing a request.
 type Refusal string
 
 func (r Refusal) Error() string { return string(r) }
 
-// Await waits for the reply of a Post.
+// Await waits for the reply to a Post.
 func (p *Process) Await(ctx context.Context, reply <-chan *vmmctl.Reply) (*vmmctl.Reply, error) {
 	select {
 	case r := <-reply:
@@ -200,7 +202,7 @@ func (p *Process) Await(ctx context.Context, reply <-chan *vmmctl.Reply) (*vmmct
 	}
 }
 
-// Touched lists the pages of memory that the guest has used.
+// Touched lists the pages of memory that the guest has touched.
 func (p *Process) Touched(ctx context.Context) (vmmctl.Touched, error) {
 	pagemap, err := jail.OpenPagemap(p.Pid())
 	if err != nil {

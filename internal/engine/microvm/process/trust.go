@@ -12,33 +12,33 @@ import (
 	"agentrun.dev/internal/vmm/vmstate"
 )
 
-// A vmm process may be in the hands of its guest. A process that says what no vmm
-// says, closes its control socket or does not answer is killed: nothing that it
-// says later could be relied on.
+// A guest may have taken over its vmm process. A process is killed if it sends a
+// message that no vmm sends, closes its control socket or does not answer: its later
+// messages could not be trusted.
 
-// closingTime is how long a process that has closed its control socket may take
-// to end by itself, which is what an honest one does.
+// closingTime is how long a process that has closed its control socket may take to
+// end by itself. An honest process ends then.
 const closingTime = 5 * time.Second
 
-// Expect sets how long the process may take for each answer from now on, if it
-// may have to copy so many bytes.
+// Expect sets how long each later answer of the process may take, given that the
+// process may have to copy this many bytes.
 func (p *Process) Expect(bytes uint64) { p.patience.Store(int64(trust.Patience(bytes))) }
 
-// pending is a request that was not answered yet.
+// pending is a request without an answer so far.
 type pending struct {
 	reply chan *vmmctl.Reply
-	timer *time.Timer // nil where the guest decides when there is an answer
+	timer *time.Timer // nil if the guest decides when the answer comes
 }
 
 // overdue kills a vmm that has not answered in time.
 func (p *Process) overdue(message vmmctl.Message, after time.Duration) {
 	if p.left.Load() {
-		return // whatever it answers, nobody reads it
+		return // nobody reads its answers any more
 	}
 	p.accuse(fmt.Errorf("it has not answered %s within %v", nameOf(message), after))
 }
 
-// nameOf is for people.
+// nameOf names a message for error messages.
 func nameOf(m vmmctl.Message) string {
 	if s, ok := m.(*vmmctl.Simple); ok {
 		return fmt.Sprintf("a request of kind %d", s.Kind)
@@ -46,30 +46,31 @@ func nameOf(m vmmctl.Message) string {
 	return fmt.Sprintf("%T", m)[len("*vmmctl."):]
 }
 
-// accuse kills the process and says why in how it ended. The first reason counts.
+// accuse kills the process and records the reason, which the process's exit will
+// state. The first reason counts.
 func (p *Process) accuse(why error) {
 	text := why.Error()
 	p.accused.CompareAndSwap(nil, &text)
 	p.handle.Kill()
 }
 
-// Condemn is accuse for whoever asked and got nonsense. It returns when the
-// process has gone, with how it ended.
+// Condemn accuses a process of an invalid answer. It returns once the process has
+// ended, with how it ended.
 func (p *Process) Condemn(why error) error {
 	p.accuse(why)
 	p.Kill()
 	return p.Ended()
 }
 
-// saidByVMM are the reasons that a vmm can give for the end of its VM. The others
-// are for the parent to find.
+// saidByVMM are the reasons that a vmm may give for the end of its VM. The parent
+// determines the other reasons by itself.
 var saidByVMM = []vmstate.Reason{
 	vmstate.PowerOff, vmstate.Reset, vmstate.Panic, vmstate.TripleFault, vmstate.InternalError, vmstate.Stopped,
 }
 
-// listen takes what the process says until its end of the socket closes, and
-// returns its last word, if there was one. The error is io.EOF, or says what the
-// process should not have said.
+// listen reads the process's messages until its end of the socket closes. It returns
+// the Exit message, if there was one. The error is io.EOF, or names a message that
+// the process should not have sent.
 func (p *Process) listen() (last *vmmctl.Exit, err error) {
 	ready := false
 	for {
@@ -81,7 +82,7 @@ func (p *Process) listen() (last *vmmctl.Exit, err error) {
 			return last, fmt.Errorf("it has sent what cannot be read: %w", err)
 		}
 		for _, f := range files {
-			_ = f.Close() // nobody asked for it
+			_ = f.Close() // the parent never asks for files
 		}
 		if len(files) > 0 {
 			return last, fmt.Errorf("it has sent %d descriptors", len(files))
@@ -113,7 +114,7 @@ func (p *Process) listen() (last *vmmctl.Exit, err error) {
 	}
 }
 
-// end hands the answer over.
+// end hands over the answer.
 func (r pending) end(m *vmmctl.Reply) {
 	if r.timer != nil {
 		r.timer.Stop()
@@ -121,12 +122,12 @@ func (r pending) end(m *vmmctl.Reply) {
 	r.reply <- m
 }
 
-// receive listens to the process, and reaps it.
+// receive reads the process's messages until the end, and reaps the process.
 func (p *Process) receive() {
 	last, err := p.listen()
-	_ = p.conn.Close() // makes a confused process stop
+	_ = p.conn.Close() // a vmm stops when its control socket closes
 	switch {
-	case p.left.Load(): // it goes on without this parent
+	case p.left.Load(): // Detach was called: it goes on without this parent
 	case errors.Is(err, io.EOF):
 		defer time.AfterFunc(closingTime, func() {
 			p.accuse(errors.New("it has closed its control socket and goes on"))

@@ -1,4 +1,5 @@
-// Package goruntimetest checks processes that package goruntime was to set up.
+// Package goruntimetest checks processes that package goruntime should have set
+// up.
 package goruntimetest
 
 import (
@@ -13,8 +14,8 @@ import (
 )
 
 // OnlyMonitorIsSlow checks that the runtime's monitor of a process, its second thread, has
-// a long timer slack from the start on, and the first thread and most others have the usual
-// one; one that the monitor has made has the monitor's.
+// a long timer slack from the start, and the first thread and most others have the usual
+// one. A thread that the monitor has made has the monitor's slack.
 func OnlyMonitorIsSlow(t *testing.T, pid int, slack time.Duration) {
 	t.Helper()
 	paths, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*", pid))
@@ -29,7 +30,7 @@ func OnlyMonitorIsSlow(t *testing.T, pid int, slack time.Duration) {
 		}
 		threads = append(threads, tid)
 	}
-	slices.Sort(threads) // a test that runs when ids wrap around may fail, once in four million
+	slices.Sort(threads) // if the ids wrap around just now, the test may fail, once in four million
 	var all []string
 	for _, tid := range threads {
 		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/timerslack_ns", tid))

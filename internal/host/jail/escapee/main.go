@@ -1,6 +1,6 @@
-// Command escapee is what the tests of package jail put into a jail: it looks
-// around, or locks itself down as a vmm or a netd does and then tries to get out. It
-// reads what to do from its control socket and answers there.
+// Command escapee is the program that the tests of package jail start in a jail. It
+// looks around, or it locks itself down as a vmm or a netd does and then tries to
+// get out. It reads its order from the control socket and answers there.
 package main
 
 import (
@@ -20,8 +20,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// controlFD and lockFD are where package jail leaves the control socket and the
-// file that is locked while the user id is taken.
+// controlFD and lockFD are the descriptors at which package jail leaves the
+// control socket and the file whose lock keeps the user id taken.
 const (
 	controlFD = 3
 	lockFD    = 4
@@ -34,22 +34,22 @@ func main() {
 	}
 }
 
-// order is what the test wants.
+// order tells the escapee what to do.
 type order struct {
 	// Do is an attempt, "look", or "hold": wait to be killed.
 	Do string
-	// Netd says that it is to lock itself down as a netd does.
+	// Netd makes it lock itself down as a netd does.
 	Netd bool
 	// Victim is another jailed process.
 	Victim int
 	// Bytes is how much memory to fill.
 	Bytes int
-	// Limit is how long a file may become, if it is not 0.
+	// Limit is the maximum size of its files; 0 is unlimited.
 	Limit uint64
-	// Name is an abstract address of the machine.
+	// Name is an abstract address of the host.
 	Name string
 
-	files []int // that came with the order
+	files []int // files that came with the order
 }
 
 func run() error {
@@ -117,13 +117,15 @@ func answer(v any) error {
 	return err
 }
 
-// view is what a process sees that only the jail, not the filter, holds.
+// view is the escapee's view of the system, restricted by the jail but not by
+// the filter.
 type view struct {
 	UID, GID   int
 	Groups     []int
 	Root       []string
 	Interfaces []string
-	// Errors of things that must fail, by what was tried.
+	// Errors holds the error of each attempt that must fail, by the name of the
+	// attempt.
 	Errors map[string]string
 }
 
@@ -172,7 +174,8 @@ func look(o order) view {
 	return v
 }
 
-// attempts are made behind the filter. Those that return are answered.
+// attempts are made behind the filter. The result of an attempt that returns is
+// sent as the answer.
 var attempts = map[string]func(order) any{
 	"open":           raw(unix.SYS_OPEN, path("/vmm"), unix.O_RDONLY),
 	"openat":         raw(unix.SYS_OPENAT, at, path("/vmm"), unix.O_RDONLY),
@@ -248,7 +251,7 @@ var attempts = map[string]func(order) any{
 	"x32":          raw(0x4000_0000 | unix.SYS_GETPID),
 	"no such call": raw(1 << 20),
 
-	// What ends in an error.
+	// These attempts end in an error.
 	"write a long file": func(o order) any { return call(unix.SYS_PWRITE64, uintptr(o.files[0]), page(), 4096, uintptr(o.Limit)) },
 	"fill a long file":  func(o order) any { return fillFile(o.files[0], 2*o.Limit) },
 	"allocate a long file": func(o order) any {
@@ -260,7 +263,7 @@ var attempts = map[string]func(order) any{
 	},
 	"open many files": func(order) any { return openMany() },
 
-	// What must go on to work.
+	// These must continue to work.
 	"write a file": func(o order) any { return fillFile(o.files[0], o.Limit) },
 	"punch a hole": func(o order) any {
 		return call(unix.SYS_FALLOCATE, uintptr(o.files[0]), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, 4096)
@@ -289,7 +292,7 @@ const at = ^uintptr(99) // AT_FDCWD, -100
 func path(s string) uintptr {
 	p, err := syscall.BytePtrFromString(s)
 	if err != nil {
-		panic(err) // a constant
+		panic(err) // s is a constant without zero bytes
 	}
 	return pin(p)
 }
@@ -306,17 +309,17 @@ func call(number uintptr, args ...uintptr) any {
 		return errno
 	}
 	if (number == unix.SYS_FORK || number == unix.SYS_CLONE) && r == 0 {
-		_, _, _ = syscall.RawSyscall(unix.SYS_EXIT_GROUP, 0, 0, 0) // the child that must not be
+		_, _, _ = syscall.RawSyscall(unix.SYS_EXIT_GROUP, 0, 0, 0) // a child that must not exist
 	}
 	return "succeeded"
 }
 
-// sendTo sends a message, and a descriptor, to an address of the machine.
+// sendTo sends a message and a descriptor to an abstract address of the host.
 func sendTo(fd int, name string) error {
 	return unix.Sendmsg(fd, []byte("from the jail"), unix.UnixRights(controlFD), &unix.SockaddrUnix{Name: name}, 0)
 }
 
-// fillFile writes so many bytes, piece by piece.
+// fillFile writes that many bytes, in pieces.
 func fillFile(fd int, bytes uint64) any {
 	for at := uint64(0); at < bytes; at += 4096 {
 		if _, err := unix.Pwrite(fd, make([]byte, 4096), int64(at)); err != nil {
@@ -326,7 +329,7 @@ func fillFile(fd int, bytes uint64) any {
 	return "ok"
 }
 
-// manyFiles is far more than a vmm ever has open.
+// manyFiles is far more than a vmm ever opens.
 const manyFiles = 4096
 
 // openMany opens files until there are many.
@@ -368,7 +371,7 @@ func hold() any {
 	}
 }
 
-// fill takes memory for good.
+// fill allocates memory and keeps it.
 func fill(bytes int) any {
 	m := make([]byte, bytes)
 	for i := 0; i < len(m); i += 4096 {

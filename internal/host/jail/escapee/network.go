@@ -8,10 +8,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// networkAttempts are made behind the filter of a netd, which is in the host's
-// network. Its files are: a datagram socket that was made in the network of a jail (a
-// wire), a listening stream socket and a connected one of the host's network (control
-// sockets), a netlink socket for routes. A service listens at the address Name, and one for streams at Name-stream.
+// networkAttempts are made behind the filter of a netd, which is in the host's network. The
+// files of their order are: a datagram socket made in the network of a jail (a wire); a
+// listening stream socket and a connected one of the host's network (control sockets); and a
+// netlink socket for routes. One service listens at the abstract address Name, and one for
+// streams at Name-stream.
 var networkAttempts = map[string]func(order) any{
 	"raw socket":           makeSocket(unix.AF_INET, unix.SOCK_RAW, unix.IPPROTO_TCP),
 	"ping socket":          makeSocket(unix.AF_INET, unix.SOCK_DGRAM, unix.IPPROTO_ICMP),
@@ -31,7 +32,7 @@ var networkAttempts = map[string]func(order) any{
 	"take a descriptor":    raw(unix.SYS_PIDFD_GETFD, controlFD),
 	"open a process":       func(o order) any { return call(unix.SYS_PIDFD_OPEN, uintptr(o.Victim)) },
 
-	// What ends in an error.
+	// These attempts end in an error.
 	"bind": func(o order) any { return unix.Bind(o.files[0], &unix.SockaddrUnix{Name: o.Name + "-2"}) },
 	"send to the host by the wire": func(o order) any {
 		return said(sendTo(o.files[0], o.Name))
@@ -48,7 +49,7 @@ var networkAttempts = map[string]func(order) any{
 	"send to the host by the control socket": func(o order) any { return said(sendTo(o.files[2], o.Name)) },
 	"add an address":                         func(o order) any { return addAddress(o.files[3]) },
 
-	// What must go on to work.
+	// These must continue to work.
 	"dial": func(o order) any { return dial(o.Name) },
 }
 
@@ -63,7 +64,8 @@ func said(err error) any {
 	return err
 }
 
-// dial connects to an address of the host by TCP and UDP, and says what came.
+// dial connects to an address of the host by TCP and UDP, and returns the data
+// that it received.
 func dial(address string) any {
 	for _, network := range []string{"tcp", "udp"} {
 		c, err := net.Dial(network, address)
@@ -95,7 +97,7 @@ func addAddress(fd int) any {
 		return err
 	}
 	answer := make([]byte, 4096)
-	n, _, err := unix.Recvfrom(fd, answer, 0) // the kernel has answered before it returned
+	n, _, err := unix.Recvfrom(fd, answer, 0) // the kernel answers before sendto returns
 	if err != nil {
 		return err
 	}

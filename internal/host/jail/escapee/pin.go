@@ -6,8 +6,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// pinned keeps what system calls are given addresses of; the heap does not
-// move.
+// pinned keeps the memory alive whose address is passed to system calls. It
+// does not move, because Go's heap does not move.
 var pinned []*byte
 
 func pin(p *byte) uintptr {

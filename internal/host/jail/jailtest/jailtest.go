@@ -1,5 +1,5 @@
-// Package jailtest gives the jails of tests cgroups of their own, so that tests see
-// nothing of each other.
+// Package jailtest gives the jails of tests cgroups of their own, so that tests do
+// not disturb each other.
 package jailtest
 
 import (
@@ -10,8 +10,9 @@ import (
 	"testing"
 )
 
-// Cgroup names the parent of a jail's cgroups after the test. It is removed with the
-// test, after all that was registered later; the jail must have left nothing in it.
+// Cgroup names the parent of a jail's cgroups after the test. It is removed at the
+// end of the test, after all cleanups that were registered later; the jail must have
+// removed all groups in it.
 func Cgroup(t testing.TB) string {
 	t.Helper()
 	name := "agentrun-test-" + strconv.Itoa(os.Getpid()) + "-" + strings.ToLower(strings.ReplaceAll(t.Name(), "/", "-"))
@@ -25,7 +26,7 @@ func Cgroup(t testing.TB) string {
 	return name
 }
 
-// Groups lists the folders of a cgroup, in all hierarchies: its own for the pattern "",
+// Groups lists the folders of a cgroup in all hierarchies: its own for the pattern "",
 // or those below it that match.
 func Groups(t testing.TB, cgroup, pattern string) (all []string) {
 	t.Helper()

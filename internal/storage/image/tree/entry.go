@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// folderEntry makes a folder, or changes the one that is there.
+// folderEntry makes a folder, or changes the existing one.
 func (t *Tree) folderEntry(l *layer, full string, hdr *tar.Header) error {
 	if full != "" {
 		if l.seen[full]&markFile != 0 {
@@ -50,7 +50,7 @@ func (t *Tree) folderEntry(l *layer, full string, hdr *tar.Header) error {
 	return t.remember(full, hdr.ModTime)
 }
 
-// fileEntry makes anything but a folder in place of what is there.
+// fileEntry replaces the existing entry by anything but a folder.
 func (t *Tree) fileEntry(l *layer, full string, hdr *tar.Header, content io.Reader) error {
 	if l.seen[full] != 0 {
 		return refuse("the layer has another entry of this name, or entries below it")
@@ -88,8 +88,8 @@ func (t *Tree) fileEntry(l *layer, full string, hdr *tar.Header, content io.Read
 	return refuse("entries of type %q are unknown", hdr.Typeflag)
 }
 
-// linkTarget finds what a hard link is to: something that is there, by its path
-// without links.
+// linkTarget resolves the target of a hard link. It must exist; the result is
+// its path without links.
 func (t *Tree) linkTarget(linkname string) (string, error) {
 	name, err := t.cleanName(linkname)
 	if err != nil {
@@ -118,7 +118,7 @@ func (t *Tree) regular(l *layer, full string, hdr *tar.Header, content io.Reader
 		return refuse("with its %d bytes the image is larger than %d", hdr.Size, t.limits.Bytes)
 	}
 	t.bytes += hdr.Size
-	// O_EXCL: whatever is there, a device above all, is not opened.
+	// O_EXCL: an existing entry, such as a device, is never opened.
 	f, err := t.root.OpenFile(full, os.O_WRONLY|os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW, 0o600)
 	if err != nil {
 		return err
@@ -130,10 +130,10 @@ func (t *Tree) regular(l *layer, full string, hdr *tar.Header, content io.Reader
 	return t.setMetadata(f, full, hdr)
 }
 
-// zeros is what a block of a hole holds.
+// zeros is a block of zeros, to find holes.
 var zeros [32 << 10]byte
 
-// copySparse writes a file and leaves out blocks of zeros.
+// copySparse writes a file, leaving out blocks of zeros.
 func (t *Tree) copySparse(l *layer, f *os.File, content io.Reader, size int64) error {
 	var at, written int64
 	for at < size {
@@ -180,7 +180,7 @@ func (t *Tree) device(full string, hdr *tar.Header) error {
 	kind := map[byte]uint32{tar.TypeChar: unix.S_IFCHR, tar.TypeBlock: unix.S_IFBLK, tar.TypeFifo: unix.S_IFIFO}[hdr.Typeflag]
 	var number uint64
 	if hdr.Typeflag != tar.TypeFifo {
-		// The numbers' width in Linux (include/linux/kdev_t.h).
+		// The widths of the numbers in Linux (include/linux/kdev_t.h).
 		if hdr.Devmajor < 0 || hdr.Devmajor >= 1<<12 || hdr.Devminor < 0 || hdr.Devminor >= 1<<20 {
 			return refuse("there is no device %d:%d", hdr.Devmajor, hdr.Devminor)
 		}
@@ -196,8 +196,8 @@ func (t *Tree) device(full string, hdr *tar.Header) error {
 	return t.setMetadataAt(full, hdr, true)
 }
 
-// setMetadata sets a file's or folder's owner first, which takes away set-id
-// bits and capabilities, then those, then its time.
+// setMetadata sets a file's or folder's metadata in this order: the owner,
+// which clears set-id bits and capabilities, then these, then the time.
 func (t *Tree) setMetadata(f *os.File, full string, hdr *tar.Header) error {
 	uid, gid, err := owner(hdr)
 	if err != nil {
@@ -218,11 +218,12 @@ func (t *Tree) setMetadata(f *os.File, full string, hdr *tar.Header) error {
 	if err != nil {
 		return err
 	}
-	// An empty path is the file itself.
+	// An empty path means the file itself.
 	return unix.UtimesNanoAt(int(f.Fd()), "", []unix.Timespec{stamp, stamp}, unix.AT_EMPTY_PATH)
 }
 
-// setMetadataAt does the same for what must not be opened. Links have no mode.
+// setMetadataAt does the same for an entry that must not be opened. Links have
+// no mode.
 func (t *Tree) setMetadataAt(full string, hdr *tar.Header, mode bool) error {
 	uid, gid, err := owner(hdr)
 	if err != nil {
@@ -236,7 +237,7 @@ func (t *Tree) setMetadataAt(full string, hdr *tar.Header, mode bool) error {
 	if err := unix.Fchownat(fd, base, uid, gid, unix.AT_SYMLINK_NOFOLLOW); err != nil {
 		return ownerError(err)
 	}
-	if mode { // it was just made: it is no link
+	if mode { // it was just made, so it is not a link
 		if err := unix.Fchmodat(fd, base, permissions(hdr), 0); err != nil {
 			return fmt.Errorf("set mode: %w", err)
 		}
@@ -255,7 +256,7 @@ func (t *Tree) setMetadataAt(full string, hdr *tar.Header, mode bool) error {
 
 func owner(hdr *tar.Header) (uid, gid int, err error) {
 	for _, id := range []int{hdr.Uid, hdr.Gid} {
-		if id < 0 || id >= math.MaxUint32 { // the last means "leave it"
+		if id < 0 || id >= math.MaxUint32 { // the last value means "unchanged"
 			return 0, 0, refuse("there is no user or group %d", id)
 		}
 	}
@@ -269,11 +270,11 @@ func ownerError(err error) error {
 	return fmt.Errorf("set owner: %w", err)
 }
 
-// permissions are the mode's bits that chmod(2) takes, set-id ones included.
+// permissions are the mode's bits that chmod(2) accepts, including set-id bits.
 func permissions(hdr *tar.Header) uint32 { return uint32(hdr.Mode) & 0o7777 }
 
 func timespec(m time.Time) (unix.Timespec, error) {
-	if m.IsZero() { // the header has none
+	if m.IsZero() { // the header has no time
 		m = time.Unix(0, 0)
 	}
 	ts, err := unix.TimeToTimespec(m)

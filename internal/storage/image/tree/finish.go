@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// remember notes a folder's time for the end.
+// remember stores a folder's time, which is set at the end.
 func (t *Tree) remember(full string, mtime time.Time) error {
 	info, err := t.root.Lstat(orRoot(full))
 	if err != nil {
@@ -28,7 +28,7 @@ func inode(info fs.FileInfo) uint64 {
 	return 0
 }
 
-// setTimes sets the times of all folders that are still there.
+// setTimes sets the times of all folders that still exist.
 func (t *Tree) setTimes() error {
 	for full, want := range t.times {
 		info, err := t.root.Lstat(orRoot(full))
@@ -59,9 +59,9 @@ func (t *Tree) setTime(full string, mtime time.Time) error {
 }
 
 // MakeFolder makes a folder that the image's configuration names, such as the
-// working folder, unless something of that name is there.
+// working folder, unless the name exists.
 func (t *Tree) MakeFolder(name string) error {
-	// It is the image's configuration that names it, not an archive.
+	// The name comes from the image's configuration, not from an archive.
 	defer func(strict bool) { t.limits.AbsoluteNames = strict }(t.limits.AbsoluteNames)
 	t.limits.AbsoluteNames = true
 	clean, err := t.cleanName(name)

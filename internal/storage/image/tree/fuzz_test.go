@@ -15,9 +15,9 @@ func fuzzLimits() Limits {
 	return limits
 }
 
-// wantConfined applies layers beside a folder with a canary: whatever they hold,
-// nothing outside of the root is made, changed or removed, and a tree that was
-// taken can be finished.
+// wantConfined applies layers beside a folder with a canary. For any layers, no
+// file outside of the root is made, changed or removed, and an accepted tree can
+// be finished.
 func wantConfined(t *testing.T, limits Limits, layers ...[]byte) {
 	top := t.TempDir()
 	outside, root := filepath.Join(top, "outside"), filepath.Join(top, "root")
@@ -55,12 +55,12 @@ func wantConfined(t *testing.T, limits Limits, layers ...[]byte) {
 	}
 }
 
-// fuzzParts are what names in fuzzed layers are made of.
+// fuzzParts are the parts of names in fuzzed layers.
 var fuzzParts = []string{
 	"a", "b", "c", "canary", "..", ".", "", "outside", ".wh.a", ".wh.b", ".wh..wh..opq", ".wh...", "root", "d", ".wh.c", "\xff",
 }
 
-// fuzzName is up to three parts of a path, from / if a bit says so.
+// fuzzName has up to three parts; a bit says whether it starts with /.
 func fuzzName(code [2]byte) string {
 	parts := []string{fuzzParts[code[0]&15], fuzzParts[code[0]>>4], fuzzParts[code[1]&15]}
 	name := strings.Join(parts[:1+int(code[1]>>4)%3], "/")
@@ -99,18 +99,18 @@ func fuzzLayers(script []byte) (layers [][]byte) {
 		if h.Typeflag != tar.TypeLink && h.Typeflag != tar.TypeSymlink {
 			h.Linkname = ""
 		}
-		_ = w.WriteHeader(&h) // what it refuses cannot be in an archive
+		_ = w.WriteHeader(&h) // an entry that the writer refuses cannot be in an archive
 	}
 	next()
 	return layers
 }
 
-// FuzzApplyLayer makes layers of entries that get into each other's way.
+// FuzzApplyLayer makes layers of entries that conflict with each other.
 func FuzzApplyLayer(f *testing.F) {
 	for _, seed := range []string{
 		"\x05\x00\x00\x00\x00\x10\x00\x10\x10\x00\x00\x10\x01\x01\x00\x10\x10\x10", // folder, file in it, hard link to that
 		"\x02\x00\x00\x74\x10\x00\x00\x30\x10\x00\x00\x00",                         // a link out, written through
-		"\x02\x00\x00\x07\x80\x00\x00\x30\x10\x00\x00\x00",                         // an absolute one
+		"\x02\x00\x00\x07\x80\x00\x00\x30\x10\x00\x00\x00",                         // an absolute link
 		"\x00\x00\x10\x00\x00\x10\x09000000\x00\x80\x10\x00\x00\x00",               // a whiteout in a second layer
 		"\x05\x00\x00\x00\x00\x10\x09000000\x00\xa0\x10\x00\x00\x00\x06\x00\x00\x00\x00\x00",
 	} {
@@ -124,7 +124,7 @@ func FuzzApplyLayer(f *testing.F) {
 	})
 }
 
-// FuzzReadLayer: whatever bytes a layer is made of.
+// FuzzReadLayer applies arbitrary bytes as a layer.
 func FuzzReadLayer(f *testing.F) {
 	small := archive(f, file("a", "1"))
 	f.Add(small)

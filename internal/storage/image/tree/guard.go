@@ -14,12 +14,11 @@ import (
 	"github.com/klauspost/compress/zstd"
 )
 
-// guard reads a layer's archive out of its compressed form and bounds how large
-// it becomes.
+// guard decompresses a layer's archive and bounds its expanded size.
 type guard struct {
 	ctx    context.Context //nolint:containedctx // a reader has no other way to end early
 	limits Limits
-	in     *counter // what is read of the compressed form
+	in     *counter // counts the compressed bytes that were read
 	out    io.Reader
 	stop   func()
 	read   int64
@@ -37,8 +36,8 @@ func (c *counter) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// maxWindow is what zstd --ultra --long=27 uses, the most that decoders are
-// expected to allow (RFC 8878, section 3.1.1.1.2, asks for 8 MiB at least).
+// maxWindow is the window of zstd --ultra --long=27, the largest that decoders
+// are expected to allow (RFC 8878, section 3.1.1.1.2, asks for at least 8 MiB).
 const maxWindow = 128 << 20
 
 var (
@@ -46,8 +45,9 @@ var (
 	zstdMagic = []byte{0x28, 0xb5, 0x2f, 0xfd}
 )
 
-// newGuard tells the compression by its first bytes: media types of real images
-// are not always right, and the digest of what comes out is checked.
+// newGuard recognizes the compression by the first bytes, because media types
+// of real images are not always right. The digest of the uncompressed bytes is
+// checked later.
 func newGuard(ctx context.Context, r io.Reader, limits Limits) (*guard, error) {
 	g := &guard{ctx: ctx, limits: limits, in: &counter{Reader: r}, hash: sha256.New(), stop: func() {}}
 	in := bufio.NewReaderSize(g.in, 256<<10)
@@ -74,7 +74,7 @@ func newGuard(ctx context.Context, r io.Reader, limits Limits) (*guard, error) {
 	return g, nil
 }
 
-// sum is the digest of what was read.
+// sum is the digest of the bytes read so far.
 func (g *guard) sum() (sum [sha256.Size]byte) {
 	g.hash.Sum(sum[:0])
 	return sum
@@ -90,7 +90,7 @@ func (g *guard) Read(p []byte) (int, error) {
 	n, err := g.out.Read(p)
 	g.read += int64(n)
 	_, _ = g.hash.Write(p[:n]) // never fails
-	// Headers and padding count, too; a quarter is more than they take.
+	// Headers and padding count, too; they take less than a quarter.
 	if g.read/5*4 > g.limits.Bytes {
 		return 0, refuse("the layer is larger than the %d bytes that an image may have", g.limits.Bytes)
 	}
@@ -100,8 +100,8 @@ func (g *guard) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// checkRatio refuses what is too large for what it was compressed to. Sparse
-// files are a compression, too.
+// checkRatio refuses a layer that is too large compared with its compressed
+// form. Sparse files count as compression, too.
 func (g *guard) checkRatio(expanded int64) error {
 	if expanded > g.limits.RatioFloor && expanded/g.limits.Ratio > g.in.n {
 		return refuse("the layer expands to more than %d times its size", g.limits.Ratio)

@@ -18,7 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// entry is an entry of a test archive: its content and how to write it.
+// entry is an entry of a test archive: its content and the way to write it.
 type entry struct {
 	tar.Header
 	content string
@@ -116,7 +116,8 @@ func mustUnpack(t testing.TB, layers ...[]byte) (string, Facts) {
 	return root, facts
 }
 
-// listing is a tree, a line for each path: its type, and content or target.
+// listing describes a tree, a line for each path: its type, and content or
+// target.
 func listing(t testing.TB, root string) []string {
 	t.Helper()
 	var out []string

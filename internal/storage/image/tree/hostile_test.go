@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestHostileArchives: what is refused, with an error that names the entry, and
-// nothing outside of the root is touched.
+// TestHostileArchives: each archive is refused with an error that names the
+// entry, and files outside of the root do not change.
 func TestHostileArchives(t *testing.T) {
 	small := DefaultLimits()
 	small.Bytes, small.Entries, small.Devices, small.Ratio, small.RatioFloor = 1<<20, 50, 3, 20, 1<<16
@@ -30,7 +30,7 @@ func TestHostileArchives(t *testing.T) {
 	for _, c := range []struct {
 		name    string
 		layers  [][]entry
-		entry   string // that the error names
+		entry   string // the name in the error
 		says    string
 		limits  *Limits
 		compact bool // gzip-compressed
@@ -110,7 +110,7 @@ func TestHostileArchives(t *testing.T) {
 	}
 }
 
-// wantRefused unpacks beside a folder that must stay as it is.
+// wantRefused unpacks beside a folder that must not change.
 func wantRefused(t *testing.T, limits Limits, name, says string, layers ...[]byte) {
 	t.Helper()
 	top := t.TempDir()
@@ -153,7 +153,7 @@ func wantRefused(t *testing.T, limits Limits, name, says string, layers ...[]byt
 	}
 }
 
-// TestAbsoluteNamesAllowed: they are then names from the root.
+// TestAbsoluteNamesAllowed: absolute names are relative to the root.
 func TestAbsoluteNamesAllowed(t *testing.T) {
 	limits := DefaultLimits()
 	limits.AbsoluteNames = true
@@ -165,8 +165,8 @@ func TestAbsoluteNamesAllowed(t *testing.T) {
 	wantRefused(t, limits, "l/evil", "out of the root", archive(t, symlink("l", "/../outside"), file("l/evil", "")))
 }
 
-// TestDevicesAreNeverWrittenTo: an entry takes the place of a device of a lower
-// layer; nothing goes to the device.
+// TestDevicesAreNeverWrittenTo: an entry replaces a device of a lower layer,
+// and no data is written to the device.
 func TestDevicesAreNeverWrittenTo(t *testing.T) {
 	root, _ := mustUnpack(t,
 		archive(t, entry{Header: tar.Header{Typeflag: tar.TypeChar, Name: "full", Mode: 0o666, Devmajor: 1, Devminor: 7}}), // every write to it fails
@@ -174,8 +174,8 @@ func TestDevicesAreNeverWrittenTo(t *testing.T) {
 	wantTree(t, root, "full=content")
 }
 
-// TestBombs: what a decompressor makes of little is bounded, also behind the
-// archive's end, and so is what a sparse file says it has.
+// TestBombs: the size of decompressed data is bounded, also after the archive's
+// end, and so is the size of a sparse file.
 func TestBombs(t *testing.T) {
 	limits := DefaultLimits()
 	limits.RatioFloor, limits.Ratio = 1<<20, 100
@@ -197,7 +197,8 @@ func TestBombs(t *testing.T) {
 	}
 }
 
-// TestBrokenArchives: what is no archive, or not all of one, is an error.
+// TestBrokenArchives: a truncated archive, or data that is not an archive, is
+// an error.
 func TestBrokenArchives(t *testing.T) {
 	whole := archive(t, file("a", strings.Repeat("x", 10000)), file("b", "1"))
 	zipped := gzipped(t, whole)
@@ -221,8 +222,8 @@ func TestBrokenArchives(t *testing.T) {
 	}
 }
 
-// sparseArchive writes a file that is a hole but for one piece, in the PAX form
-// 1.0 of sparse files, which archive/tar reads and does not write.
+// sparseArchive writes a file that is a hole with one piece of data, in the PAX
+// form 1.0 of sparse files. archive/tar can read that form but not write it.
 func sparseArchive(t testing.TB, name string, size, at int64, data string) []byte {
 	t.Helper()
 	list := fmt.Sprintf("1\n%d\n%d\n", at, len(data))
@@ -230,8 +231,8 @@ func sparseArchive(t testing.TB, name string, size, at int64, data string) []byt
 	e := file("GNUSparseFile.0/"+name, list+data)
 	var b bytes.Buffer
 	w := tar.NewWriter(&b)
-	// The writer refuses these names: they are put in afterwards, in place of
-	// others of the same length.
+	// The writer refuses these names: they replace other names of the same
+	// length afterwards.
 	e.PAXRecords = map[string]string{
 		"XXX.sparse.major": "1", "XXX.sparse.minor": "0", "XXX.sparse.name": name, "XXX.sparse.realsize": fmt.Sprint(size),
 	}

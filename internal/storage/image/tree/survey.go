@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Survey finds out the facts of a tree that was made by other means.
+// Survey collects the facts of a tree that was made in another way.
 func Survey(dir string) (facts Facts, err error) {
 	err = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
 		if err != nil {

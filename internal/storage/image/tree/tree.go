@@ -1,13 +1,13 @@
-// Package tree makes a root filesystem of an image's layers, in a folder.
+// Package tree makes a root filesystem from an image's layers, in a folder.
 //
-// A layer is a tar archive, gzip- or zstd-compressed or neither, that someone
-// else wrote. Nothing in it is trusted: every path goes through an os.Root, no
-// file is opened that was not just made, and what a layer expands to is bounded
-// before it is written. An archive that breaks a rule is refused with an
-// EntryError that names the entry; the folder is then to be thrown away.
+// A layer is a tar archive, compressed with gzip or zstd or not at all. Its
+// author is not trusted: every path goes through an os.Root, only files that
+// were just made are opened, and the size of the expanded layer is bounded
+// before it is written. If an archive breaks a rule, it is refused with an
+// EntryError that names the entry; the caller must then discard the folder.
 //
 // The layers are applied as the OCI image specification says (layer.md):
-// whiteouts hide what is below them, never what their own layer holds.
+// whiteouts hide entries of lower layers, never those of their own layer.
 package tree
 
 import (
@@ -26,7 +26,7 @@ import (
 	"unicode/utf8"
 )
 
-// Limits bound what layers expand to.
+// Limits bound the size of expanded layers.
 type Limits struct {
 	// Bytes is the size of all files, sparse ones included, and Entries the
 	// number of archive entries, of all layers together.
@@ -34,13 +34,13 @@ type Limits struct {
 	Entries int
 	// Devices is how many of the entries may be devices and FIFOs.
 	Devices int
-	// Ratio is how many times larger than its compressed form a layer may be,
+	// Ratio is how many times as large as its compressed form a layer may be,
 	// once it is larger than RatioFloor.
 	Ratio      int64
 	RatioFloor int64
-	// AbsoluteNames takes entries that are named from /, and links to folders
-	// from / that a layer writes through, as meant from the image's root.
-	// Otherwise they are refused.
+	// AbsoluteNames accepts entries with names that start with /, and absolute
+	// links to folders through which a layer writes. Both are taken relative to
+	// the image's root. Otherwise they are refused.
 	AbsoluteNames bool
 }
 
@@ -58,7 +58,7 @@ type EntryError struct {
 func (e *EntryError) Error() string { return fmt.Sprintf("entry %q: %v", printable(e.Name), e.Err) }
 func (e *EntryError) Unwrap() error { return e.Err }
 
-// printable bounds a hostile name.
+// printable shortens a hostile name.
 func printable(name string) string {
 	const most = 256
 	if len(name) <= most {
@@ -71,14 +71,14 @@ func printable(name string) string {
 	return cut + "…"
 }
 
-// ErrRefused is wrapped by every error that is the archive's fault.
+// ErrRefused is wrapped by every error that the archive causes.
 var ErrRefused = errors.New("refused")
 
 func refuse(format string, args ...any) error {
 	return fmt.Errorf("%w: %s", ErrRefused, fmt.Sprintf(format, args...))
 }
 
-// Tree is a root filesystem in the making. It is for one goroutine.
+// Tree is a root filesystem that is being made. Only one goroutine may use it.
 type Tree struct {
 	root   *os.Root
 	limits Limits
@@ -87,15 +87,16 @@ type Tree struct {
 	entries int
 	devices int
 
-	// dirs are paths that are known to be folders, with no link on the way.
+	// dirs are paths that are known to be folders, without symbolic links in
+	// the path.
 	dirs map[string]bool
-	// times are the modification times of folders, which are set at the end:
-	// whatever is made in them changes them.
+	// times are the modification times of folders. They are set at the end,
+	// because every new entry changes the time of its folder.
 	times map[string]folderTime
-	// withXattrs are paths that were given extended attributes.
+	// withXattrs are paths on which extended attributes were set.
 	withXattrs map[string]bool
 	dropped    map[string]bool
-	// parent is the folder of the last entry that needed one opened.
+	// parent is the folder of the last entry for which one was opened.
 	parent     *os.File
 	parentPath string
 
@@ -104,7 +105,7 @@ type Tree struct {
 
 type folderTime struct {
 	mtime time.Time
-	inode uint64 // another folder may have taken the path since
+	inode uint64 // to notice that another folder has taken the path since
 }
 
 // New starts a tree in an empty folder.
@@ -119,7 +120,7 @@ func New(dir string, limits Limits) (*Tree, error) {
 		withXattrs: map[string]bool{}, dropped: map[string]bool{},
 		buf: make([]byte, 256<<10),
 	}
-	// What the root is if no layer says so, whatever the umask and the time.
+	// The root's metadata if no layer sets it, independent of umask and time.
 	if err := errors.Join(root.Chmod(".", 0o755), t.remember("", time.Unix(0, 0))); err != nil {
 		return nil, errors.Join(fmt.Errorf("unpack image: %w", err), root.Close())
 	}
@@ -129,9 +130,9 @@ func New(dir string, limits Limits) (*Tree, error) {
 // Close frees the tree; the folder stays.
 func (t *Tree) Close() error { return errors.Join(t.closeParent(), t.root.Close()) }
 
-// layer is what has to be known of one layer while it is applied.
+// layer is the state for one layer while it is applied.
 type layer struct {
-	// seen are the layer's own paths, and the folders above them.
+	// seen has the layer's own paths, and the folders above them.
 	seen  map[string]mark
 	guard *guard
 	// logical is the size of the layer's files, holes included.
@@ -141,14 +142,13 @@ type layer struct {
 type mark uint8
 
 const (
-	markBelow mark = 1 << iota // something below it is of this layer
-	markFile                   // an entry that is no folder
-	markDir                    // an entry that is a folder
+	markBelow mark = 1 << iota // an entry below it belongs to this layer
+	markFile                   // it is an entry, and not a folder
+	markDir                    // it is an entry, and a folder
 )
 
-// Apply applies a layer on top of those before it. It reads r to its end, and
-// returns the SHA-256 of the archive without its compression: the layer's
-// DiffID.
+// Apply applies a layer on top of the earlier ones. It reads r to its end. It
+// returns the SHA-256 of the uncompressed archive: the layer's DiffID.
 func (t *Tree) Apply(ctx context.Context, r io.Reader) (diffID [sha256.Size]byte, err error) {
 	g, err := newGuard(ctx, r, t.limits)
 	if err != nil {
@@ -174,7 +174,7 @@ func (t *Tree) Apply(ctx context.Context, r io.Reader) (diffID [sha256.Size]byte
 			return diffID, &EntryError{Name: hdr.Name, Err: err}
 		}
 	}
-	// What follows the archive's end is part of the layer's digest.
+	// The bytes after the archive's end are part of the layer's digest.
 	if _, err := io.CopyBuffer(io.Discard, struct{ io.Reader }{g}, t.buf); err != nil {
 		return diffID, fmt.Errorf("read archive: %w", err)
 	}
@@ -183,7 +183,7 @@ func (t *Tree) Apply(ctx context.Context, r io.Reader) (diffID [sha256.Size]byte
 
 func (t *Tree) apply(l *layer, hdr *tar.Header, content io.Reader) error {
 	if hdr.Typeflag == tar.TypeXGlobalHeader {
-		return nil // of git archive: a comment
+		return nil // of git archive: it holds only a comment
 	}
 	if t.entries++; t.entries > t.limits.Entries {
 		return refuse("the image has more than %d entries", t.limits.Entries)
@@ -219,7 +219,7 @@ func (t *Tree) apply(l *layer, hdr *tar.Header, content io.Reader) error {
 	return t.fileEntry(l, full, hdr, content)
 }
 
-// above is the folder that a path is in; that of the root's entries is "".
+// above is the parent folder of a path; for entries of the root it is "".
 func above(full string) string {
 	if dir := path.Dir(full); dir != "." {
 		return dir
@@ -227,8 +227,8 @@ func above(full string) string {
 	return ""
 }
 
-// maxPath keeps paths below PATH_MAX when the tree is packed, from a folder
-// that has a path of its own.
+// maxPath keeps paths below PATH_MAX when the tree is packed: the folder has a
+// path of its own.
 const maxPath = 3500
 
 // cleanName checks an entry's name; "" is the root.
@@ -255,9 +255,9 @@ func (t *Tree) cleanName(name string) (string, error) {
 // maxLinks is Linux's MAXSYMLINKS.
 const maxLinks = 40
 
-// folder finds the folder of a clean name, following links that stay inside,
-// and returns its path without links. With a layer it makes what is missing;
-// without, that is fs.ErrNotExist.
+// folder resolves a clean name to a folder, following links that stay inside,
+// and returns its path without links. If l is given, it makes missing folders;
+// otherwise a missing folder is fs.ErrNotExist.
 func (t *Tree) folder(name string, l *layer) (string, error) {
 	if name == "" || t.dirs[name] {
 		return name, nil
@@ -320,20 +320,20 @@ func (t *Tree) folder(name string, l *layer) (string, error) {
 	return at, nil
 }
 
-// makeFolder makes a folder that no entry describes.
+// makeFolder makes a folder for which the layer has no entry.
 func (t *Tree) makeFolder(full string) error {
 	if err := t.root.Mkdir(full, 0o755); err != nil {
 		return err
 	}
-	if err := t.root.Chmod(full, 0o755); err != nil { // whatever the umask
+	if err := t.root.Chmod(full, 0o755); err != nil { // independent of the umask
 		return err
 	}
 	t.dirs[full] = true
 	return t.remember(full, time.Unix(0, 0))
 }
 
-// touch marks the folders above a path, and the path if it is a folder that
-// the layer implies, as this layer's.
+// touch marks the folders above a path as this layer's. It also marks the path
+// itself, if it is a folder that the layer implies.
 func (l *layer) touch(full string) {
 	for p := full; p != ""; p = above(p) {
 		if l.seen[p]&markBelow != 0 {

@@ -15,11 +15,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// capNetRaw is security.capability of a program with cap_net_raw=ep, in the
-// second version of its form (linux/capability.h).
+// capNetRaw is the security.capability attribute of a program with
+// cap_net_raw=ep, in version 2 of its format (linux/capability.h).
 const capNetRaw = "\x01\x00\x00\x02\x00\x20\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"
 
-// TestLayers: what layers do to each other.
+// TestLayers: how layers change each other's entries.
 func TestLayers(t *testing.T) {
 	base := []entry{dir("d/"), file("d/a", "1"), file("d/b", "2"), dir("d/sub/"), file("d/sub/x", "3"), file("top", "4")}
 	for _, c := range []struct {
@@ -93,7 +93,7 @@ func TestMetadata(t *testing.T) {
 		}),
 		file("d/ünï", "name"),
 	)
-	// A later layer touches the folder; its time stays what its entry said. The
+	// A later layer changes the folder; its time remains that of its entry. The
 	// root has attributes, too.
 	root, facts := mustUnpack(t, layer, archive(t, file("d/later", "x"), dir("./").with(func(h *tar.Header) {
 		h.Mode = 0o750
@@ -152,7 +152,8 @@ func TestMetadata(t *testing.T) {
 	}
 }
 
-// TestUmask: modes are what layers say, or what is usual, whatever the umask.
+// TestUmask: modes come from the layers, or have defaults, independent of the
+// umask.
 func TestUmask(t *testing.T) {
 	defer unix.Umask(unix.Umask(0o077))
 	root, _ := mustUnpack(t, archive(t, file("implied/f", "1").with(func(h *tar.Header) { h.Mode = 0o666 })))
@@ -166,7 +167,7 @@ func TestUmask(t *testing.T) {
 	}
 }
 
-// TestFactsOfTheResult: a capability that a later layer takes away is none.
+// TestFactsOfTheResult: a capability that a later layer removes is not listed.
 func TestFactsOfTheResult(t *testing.T) {
 	withCap := file("ping", "x").with(func(h *tar.Header) { h.PAXRecords = map[string]string{paxXattr + Capability: capNetRaw} })
 	for name, second := range map[string][]entry{"replaced": {file("ping", "y")}, "hidden": {file(".wh.ping", "")}} {
@@ -176,8 +177,9 @@ func TestFactsOfTheResult(t *testing.T) {
 	}
 }
 
-// TestCompressions: gzip, zstd or none, told by content; the DiffID is that of
-// the archive itself, what follows its end included.
+// TestCompressions: gzip, zstd and no compression are recognized by content.
+// The DiffID is the digest of the uncompressed archive, including the bytes
+// after its end.
 func TestCompressions(t *testing.T) {
 	plain := append(archive(t, file("a", strings.Repeat("content ", 1000))), make([]byte, 8192)...)
 	want := sha256.Sum256(plain)
@@ -199,7 +201,8 @@ func TestCompressions(t *testing.T) {
 	}
 }
 
-// TestSparse: holes stay holes, whether the archive says so or just has zeros.
+// TestSparse: holes remain holes, whether the archive marks them or contains
+// zeros.
 func TestSparse(t *testing.T) {
 	const size = 8 << 20
 	content := make([]byte, size)

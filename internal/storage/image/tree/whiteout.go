@@ -13,12 +13,12 @@ const (
 	whiteoutOpaque = ".wh..wh..opq"
 )
 
-// whiteout hides what is below this layer.
+// whiteout hides entries of lower layers.
 func (t *Tree) whiteout(l *layer, name string) error {
 	base := path.Base(name)
 	folder, err := t.folder(above(name), nil)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil // nothing is there to hide
+		return nil // the entry does not exist
 	}
 	if err != nil {
 		return err
@@ -33,7 +33,7 @@ func (t *Tree) whiteout(l *layer, name string) error {
 	return t.hide(l, path.Join(folder, target))
 }
 
-// hide removes a path, but for what this layer holds.
+// hide removes a path, except for entries of this layer.
 func (t *Tree) hide(l *layer, full string) error {
 	info, err := t.root.Lstat(full)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -64,11 +64,11 @@ func (t *Tree) hideBelow(l *layer, folder string) error {
 	return nil
 }
 
-// remove removes a path and what is below it.
+// remove removes a path and all entries below it.
 func (t *Tree) remove(full string, isDir bool) error {
 	if isDir {
 		clear(t.dirs)
-		if err := t.closeParent(); err != nil { // it may be the parent
+		if err := t.closeParent(); err != nil { // it may be the removed folder
 			return err
 		}
 	}

@@ -16,13 +16,14 @@ const (
 	paxXattr = "SCHILY.xattr."
 	// Capability is the extended attribute with a program's capabilities.
 	Capability = "security.capability"
-	// maxDropped bounds the list of attributes that were left out.
+	// maxDropped bounds the list of dropped attributes.
 	maxDropped = 32
 )
 
-// keptXattr says which extended attributes mean something in a guest. Others
-// are of the machine the image was made on (SELinux labels, integrity hashes),
-// or would change how a guest's overlay works (trusted.overlay).
+// keptXattr reports whether an extended attribute has a meaning in a guest.
+// Others belong to the host on which the image was made (SELinux labels,
+// integrity hashes), or would change how a guest's overlay works
+// (trusted.overlay).
 func keptXattr(name string) bool {
 	switch name {
 	case Capability, "system.posix_acl_access", "system.posix_acl_default":
@@ -54,17 +55,17 @@ func (t *Tree) setXattrs(full string, hdr *tar.Header, set func(name string, val
 	return nil
 }
 
-// Facts is what is to be known of a tree that its files do not tell at once.
+// Facts holds properties of a tree that are not obvious from its files.
 type Facts struct {
-	// Bytes is the size of all files that were unpacked.
+	// Bytes is the size of all unpacked files.
 	Bytes   int64
 	Entries int
 	// WithXattrs are the files with extended attributes, by their path from the
 	// root.
 	WithXattrs []string
-	// Capabilities are those of them with capabilities.
+	// Capabilities are the files among WithXattrs that have capabilities.
 	Capabilities []string
-	// DroppedXattrs are names of extended attributes that were left out.
+	// DroppedXattrs are names of extended attributes that were dropped.
 	DroppedXattrs []string
 }
 
@@ -77,10 +78,10 @@ func (f *Facts) add(path string, xattrs []string) {
 	}
 }
 
-// Finish sets what could not be set while layers were applied.
+// Finish sets the metadata that could not be set while layers were applied.
 func (t *Tree) Finish() (Facts, error) {
 	facts := Facts{Bytes: t.bytes, Entries: t.entries}
-	// A host may label every file that is made (SELinux): the root, too.
+	// A host may label every new file (SELinux), including the root.
 	t.withXattrs[""] = true
 	for full := range t.withXattrs {
 		xattrs, err := t.listXattrs(full)
@@ -98,7 +99,8 @@ func (t *Tree) Finish() (Facts, error) {
 	return facts, t.setTimes()
 }
 
-// listXattrs lists the attributes of a path; of one that is gone there are none.
+// listXattrs lists the attributes of a path; the list is empty if the path is
+// gone.
 func (t *Tree) listXattrs(full string) ([]string, error) {
 	switch _, err := t.root.Lstat(orRoot(full)); {
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENOTDIR):

@@ -1,5 +1,5 @@
-// Package layertest makes layers and compares them, for tests of what stores and reads
-// them.
+// Package layertest makes layers and compares them, for tests of code that stores and
+// reads them.
 package layertest
 
 import (
@@ -33,10 +33,10 @@ type Store struct {
 	dir string
 }
 
-// NewStore makes one that the test's end removes.
+// NewStore makes a Store that is removed at the end of the test.
 func NewStore(t *testing.T) Store { return Store{t, t.TempDir()} }
 
-// Path is where a layer is.
+// Path is the path of a layer.
 func (s Store) Path(r layer.Ref) string { return filepath.Join(s.dir, r.Digest.String()) }
 
 // Put writes a layer with the content that fill writes.
@@ -101,12 +101,12 @@ func (s Store) Content(stack layer.Stack) []byte {
 	return p
 }
 
-// Ref names a layer of so many pages that need not exist.
+// Ref names a layer of that many pages, which need not exist.
 func Ref(n byte, pages uint64) layer.Ref {
 	return layer.Ref{Digest: layer.Digest{n}, Size: pages * layer.PageSize}
 }
 
-// SameBytes compares and says where the first difference is.
+// SameBytes compares two slices and reports the first difference.
 func SameBytes(t *testing.T, what string, got, want []byte) {
 	t.Helper()
 	if bytes.Equal(got, want) {
@@ -122,7 +122,7 @@ func SameBytes(t *testing.T, what string, got, want []byte) {
 	}
 }
 
-// WantError checks that err says all of these.
+// WantError checks that the text of err contains all of these words.
 func WantError(t *testing.T, err error, words ...string) {
 	t.Helper()
 	if err == nil {

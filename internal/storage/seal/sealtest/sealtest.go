@@ -1,4 +1,5 @@
-// Package sealtest looks for plain text where there should be none, for tests.
+// Package sealtest searches files for plain text that should be encrypted, for
+// tests.
 package sealtest
 
 import (
@@ -9,7 +10,7 @@ import (
 	"testing"
 )
 
-// FilesWith are the files below dir that hold text.
+// FilesWith lists the files below dir that contain text.
 func FilesWith(t testing.TB, dir, text string) (found []string) {
 	t.Helper()
 	files := os.DirFS(dir)

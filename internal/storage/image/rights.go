@@ -1,0 +1,288 @@
+package image
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+
+	"agentrun.dev/internal/durable"
+)
+
+// rights is what rights.json holds: which images are for everybody, and the names that
+// each namespace has. What root names (names.json) is published as well. An image that is
+// here and that neither file mentions is nobody's but root's.
+type rights struct {
+	Schema int                   `json:"schema"`
+	Images map[Digest]imageRight `json:"images"`
+	// Namespaces has the digest of each name of a namespace. A name is the proof that the
+	// namespace may use the image: it had it from its registry.
+	Namespaces map[string]map[string]Digest `json:"namespaces"`
+}
+
+// imageRight is what is known of one image.
+type imageRight struct {
+	Published bool `json:"published,omitempty"`
+	// Sources are the repositories that all of the image came from. Who is given the
+	// image's manifest there needs no other proof.
+	Sources []string `json:"sources,omitempty"`
+}
+
+const (
+	rightsName = "rights.json"
+	// maxSources bounds the sources of an image. One more is not remembered: a pull
+	// from there fetches the layers as a proof.
+	maxSources = 64
+)
+
+// beginRights makes rights.json in a store that an AgentRun without it has filled: its
+// images were for everybody, and stay so.
+func (s *Store) beginRights() error {
+	if _, err := os.Stat(s.path(rightsName)); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return s.locked(context.Background(), func() error {
+		if _, err := os.Stat(s.path(rightsName)); !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		all, err := s.digests()
+		if err != nil {
+			return err
+		}
+		r := newRights()
+		for _, d := range all {
+			r.Images[d] = imageRight{Published: true}
+		}
+		return s.writeRights(r)
+	})
+}
+
+func newRights() rights {
+	return rights{Schema: 1, Images: map[Digest]imageRight{}, Namespaces: map[string]map[string]Digest{}}
+}
+
+func (s *Store) readRights() (rights, error) {
+	b, err := os.ReadFile(s.path(rightsName))
+	if err != nil {
+		return rights{}, fmt.Errorf("read the rights to images: %w", err)
+	}
+	r, err := decodeRights(b)
+	if err != nil {
+		return r, fmt.Errorf("read the rights to images in %s: %w", s.path(rightsName), err)
+	}
+	return r, nil
+}
+
+func decodeRights(b []byte) (rights, error) {
+	r := newRights()
+	if err := json.Unmarshal(b, &r); err != nil {
+		return r, err
+	}
+	if r.Schema != 1 {
+		return r, fmt.Errorf("it has schema %d, this AgentRun knows 1", r.Schema)
+	}
+	digests := slices.Collect(maps.Keys(r.Images))
+	for _, names := range r.Namespaces {
+		digests = slices.AppendSeq(digests, maps.Values(names))
+	}
+	for _, d := range digests {
+		if _, err := ParseDigest(string(d)); err != nil {
+			return r, err
+		}
+	}
+	if r.Images == nil {
+		r.Images = map[Digest]imageRight{}
+	}
+	if r.Namespaces == nil {
+		r.Namespaces = map[string]map[string]Digest{}
+	}
+	return r, nil
+}
+
+func (s *Store) writeRights(r rights) error {
+	b, err := json.MarshalIndent(r, "", "  ")
+	if err != nil {
+		return err
+	}
+	if err := durable.WriteFile(s.path(rightsName), append(b, '\n'), 0o600); err != nil {
+		return fmt.Errorf("write the rights to images: %w", err)
+	}
+	return nil
+}
+
+// changeRights replaces rights.json. The store is locked.
+func (s *Store) changeRights(change func(rights)) error {
+	r, err := s.readRights()
+	if err != nil {
+		return err
+	}
+	change(r)
+	return s.writeRights(r)
+}
+
+// give names an image in a namespace.
+func (r rights) give(namespace string, d Digest, named []Reference) {
+	if r.Namespaces[namespace] == nil {
+		r.Namespaces[namespace] = map[string]Digest{}
+	}
+	for _, name := range named {
+		r.Namespaces[namespace][name.String()] = d
+	}
+}
+
+// take takes a name away from a namespace.
+func (r rights) take(namespace, name string) {
+	delete(r.Namespaces[namespace], name)
+	if len(r.Namespaces[namespace]) == 0 {
+		delete(r.Namespaces, namespace)
+	}
+}
+
+// forget takes away all that there is of an image.
+func (r rights) forget(d Digest) {
+	delete(r.Images, d)
+	for namespace, names := range r.Namespaces {
+		for name, digest := range names {
+			if digest == d {
+				r.take(namespace, name)
+			}
+		}
+	}
+}
+
+func (r rights) publish(d Digest, yes bool) {
+	i := r.Images[d]
+	i.Published = yes
+	r.Images[d] = i
+}
+
+// cameFrom notes that all of an image came from a repository.
+func (r rights) cameFrom(d Digest, repository string) {
+	i := r.Images[d]
+	if repository == "" || slices.Contains(i.Sources, repository) || len(i.Sources) >= maxSources {
+		return
+	}
+	i.Sources = append(slices.Clone(i.Sources), repository)
+	r.Images[d] = i
+}
+
+// named are the names of an image by namespace.
+func (r rights) named(d Digest) map[string][]string {
+	out := map[string][]string{}
+	for namespace, names := range r.Namespaces {
+		for _, name := range slices.Sorted(maps.Keys(names)) {
+			if names[name] == d {
+				out[namespace] = append(out[namespace], name)
+			}
+		}
+	}
+	return out
+}
+
+// catalog is both files: all that is known of who may use which image.
+type catalog struct {
+	names  names
+	rights rights
+}
+
+func (s *Store) readCatalog() (c catalog, err error) {
+	if c.names, err = s.readNames(); err == nil {
+		c.rights, err = s.readRights()
+	}
+	return c, err
+}
+
+// published reports whether everybody may use an image.
+func (c catalog) published(d Digest) bool {
+	if c.rights.Images[d].Published {
+		return true
+	}
+	for _, named := range c.names.Names {
+		if named == d {
+			return true
+		}
+	}
+	return false
+}
+
+// may reports whether a namespace may use an image.
+func (c catalog) may(namespace string, d Digest) bool {
+	for _, named := range c.rights.Namespaces[namespace] {
+		if named == d {
+			return true
+		}
+	}
+	return c.published(d)
+}
+
+// ResolveIn finds an image that a namespace may use: by one of its own names, by a
+// published name, by its digest, or by the first 12 digits or more of that. Of an image
+// that it may not use it learns nothing: ErrNotFound.
+func (s *Store) ResolveIn(namespace, text string) (*Image, error) {
+	c, err := s.readCatalog()
+	if err != nil {
+		return nil, err
+	}
+	d, err := s.resolveIn(c, namespace, text)
+	if err != nil {
+		return nil, err
+	}
+	return s.loadIn(c, namespace, d)
+}
+
+// loadIn reads an image with the names that it has for a namespace.
+func (s *Store) loadIn(c catalog, namespace string, d Digest) (*Image, error) {
+	img, err := s.loadNamed(c.names, d)
+	if err != nil {
+		return nil, err
+	}
+	img.Names = append(img.Names, c.rights.named(d)[namespace]...)
+	slices.Sort(img.Names)
+	img.Names = slices.Compact(img.Names)
+	return img, nil
+}
+
+func (s *Store) resolveIn(c catalog, namespace, text string) (Digest, error) {
+	if ref, err := ParseReference(text); err == nil {
+		if d, ok := c.rights.Namespaces[namespace][ref.String()]; ok {
+			return d, nil
+		}
+	}
+	return s.resolve(c.names, text, func(d Digest) bool { return c.may(namespace, d) })
+}
+
+// Visible is an image that a namespace may use. Its names are the namespace's own and the
+// published ones.
+type Visible struct {
+	*Image
+	Published bool
+}
+
+// ListIn lists the images that a namespace may use, by their digests.
+func (s *Store) ListIn(namespace string) (out []Visible, err error) {
+	c, err := s.readCatalog()
+	if err != nil {
+		return nil, err
+	}
+	all, err := s.digests()
+	if err != nil {
+		return nil, err
+	}
+	for _, d := range all {
+		if !c.may(namespace, d) {
+			continue
+		}
+		img, err := s.loadIn(c, namespace, d)
+		if err != nil {
+			continue // removed meanwhile, or damaged: root's list says so
+		}
+		out = append(out, Visible{img, c.published(d)})
+	}
+	slices.SortFunc(out, func(a, b Visible) int { return strings.Compare(string(a.Digest), string(b.Digest)) })
+	return out, nil
+}
