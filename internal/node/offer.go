@@ -24,24 +24,25 @@ func (m *Manager) offered(digest string) (found sandbox.Build, err error) {
 	if _, err := snapshot.ParseID(digest); err != nil {
 		return found, sandbox.Invalid("snapshot", "%v", err)
 	}
-	all, err := m.tally.nodeSnapshots(m.digest)
+	var ready []sandbox.Build
+	err = m.db.View(func(tx *journal.Tx) error {
+		return builds.Each(tx, "", func(_ string, b sandbox.Build) error {
+			if b.Phase == sandbox.PhaseReady {
+				ready = append(ready, b)
+			}
+			return nil
+		})
+	})
 	if err != nil {
 		return found, err
 	}
-	for _, s := range all {
-		if s.Digest != digest {
-			continue
+	for _, b := range ready {
+		manifest, err := snapshot.ReadManifest(m.snapshotDir(b.Snapshot))
+		if err != nil {
+			continue // it is being removed
 		}
-		err := m.db.View(func(tx *journal.Tx) error {
-			return builds.Each(tx, s.Template.String()+"/"+s.Revision+"/"+string(s.Stage), func(_ string, b sandbox.Build) error {
-				if has, digestErr := m.digest(b.Snapshot); b.Phase == sandbox.PhaseReady && digestErr == nil && has == digest {
-					found = b
-				}
-				return nil
-			})
-		})
-		if err != nil || found.Snapshot != "" {
-			return found, err
+		if id, err := peer.IDOf(manifest); err == nil && id.String() == digest {
+			return b, nil
 		}
 	}
 	return found, sandbox.Errorf(sandbox.CodeNotFound, "no template here has the snapshot %s", digest).
