@@ -78,13 +78,14 @@ func (ts *Terminals) issue(t ticket) (token string, expires time.Time, err error
 	now := ts.now()
 	ts.tickets = slices.DeleteFunc(ts.tickets, func(old ticket) bool { return !now.Before(old.expires) })
 	t.cost = costOf(t.req)
-	others, err := makeRoom(ts.tickets, t)
+	kept, err := makeRoom(ts.tickets, t)
 	if err != nil {
 		return "", time.Time{}, err
 	}
+	ts.tickets = kept
 	token = rand.Text() + rand.Text()
 	t.digest, t.expires = sha256.Sum256([]byte(token)), now.Add(ticketLife)
-	ts.tickets = append(others, t)
+	ts.tickets = append(ts.tickets, t)
 	return token, t.expires.UTC(), nil
 }
 
