@@ -127,4 +127,5 @@ func TestFrozen(t *testing.T) {
 		t.Error(err)
 	}
 	n.settles()
+	n.end(new(traces))
 }
