@@ -61,7 +61,7 @@ func (i Images) Unpublish(ctx context.Context, text string) error {
 func publishing(text string, err error) error {
 	if errors.Is(err, image.ErrNotFound) {
 		return sandbox.Errorf(sandbox.CodeNotFound, "image %s is not here", sandbox.Quote(text)).
-			Try("Name it as a template of the namespace does, or by its digest; `agentrun image list` shows both")
+			Try("Name it as a template of the namespace does, or by its digest; `agentrun image ls` shows both")
 	}
 	return err
 }
