@@ -2,6 +2,8 @@ package image
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"os"
@@ -56,7 +58,7 @@ func (o PullOptions) platform() (Platform, error) {
 
 // Pull fetches an image from its registry and names it by its reference, for everybody or
 // for one namespace. What is here already, by digest, is not fetched again; of pulls of the
-// same image at the same time, in any process, one does the work. A namespace has to be
+// same image from the same repository at the same time, in any process, one does the work. A namespace has to be
 // given the image's manifest by a repository that all of the image came from before;
 // another one has to send it all of the image, and that proves the right.
 func (s *Store) Pull(ctx context.Context, ref Reference, o PullOptions) (*Image, error) {
@@ -291,9 +293,21 @@ type getter struct {
 	prove func(context.Context, *work) error
 }
 
+// makingKey is what makers of an image have one after the other. Those that get it from
+// different repositories do not wait for each other: a tenant's repository may be one that
+// never gets done, and the digests of others' images are no secret. Whoever is done first
+// makes the image, and the others have proven their right to it.
+func makingKey(d Digest, repository string) string {
+	if repository == "" {
+		return d.hex()
+	}
+	sum := sha256.Sum256([]byte(repository))
+	return d.hex() + "-" + hex.EncodeToString(sum[:16])
+}
+
 // make makes an image of layers, unless it is here or someone else makes it.
 func (s *Store) make(ctx context.Context, m *manifest, as naming, limits tree.Limits, report *Reporter, get getter) (_ *Image, err error) {
-	lock, err := s.lockMaking(ctx, m.digest.hex(), func() { report.Phase(Progress{Phase: PhaseWait}) })
+	lock, err := s.lockMaking(ctx, makingKey(m.digest, as.repository), func() { report.Phase(Progress{Phase: PhaseWait}) })
 	if err != nil {
 		return nil, err
 	}
