@@ -4,6 +4,11 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/empty"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/types"
 )
 
 // TestSlowRegistryOfAnother: a tenant whose own registry serves the manifest of an image of
@@ -61,5 +66,52 @@ func TestSlowRegistryOfAnother(t *testing.T) {
 				t.Errorf("here %v: namespace %s: %v", here, n, err)
 			}
 		}
+	}
+}
+
+// TestDigestIsCompared: a registry gives no other content for a digest by calling it a signed
+// manifest of Docker's first form, whose digest a library takes from a header.
+func TestDigestIsCompared(t *testing.T) {
+	r, s := newRegistry(t, plainHTTP), newStore(t)
+	wanted, other := small(t, "wanted"), small(t, "other")
+	index := mutate.AppendManifests(mutate.IndexMediaType(empty.Index, types.OCIImageIndex), mutate.IndexAddendum{
+		Add: wanted, Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: "amd64"}},
+	})
+	r.push(t, "app:1", index)
+	r.push(t, "app:other", other)
+	of, err := index.Digest()
+	if err != nil {
+		t.Fatal(err)
+	}
+	manifest, err := other.RawManifest()
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.set(func(w http.ResponseWriter, req *http.Request) bool {
+		digest := string(digestOf(t, wanted))
+		if !strings.HasSuffix(req.URL.Path, "/manifests/"+digest) {
+			return false
+		}
+		w.Header().Set("Content-Type", string(types.DockerManifestSchema1Signed))
+		w.Header().Set("Docker-Content-Digest", digest)
+		_, _ = w.Write(manifest)
+		return true
+	})
+	ref := mustRef(t, r.host+"/app@"+of.String())
+	for what, o := range map[string]PullOptions{"root": r.options(t), "a tenant": r.tenant(t, "a", "")} {
+		if img, err := s.Pull(t.Context(), ref, o); err == nil {
+			t.Errorf("%s got %s for the index %s of %s", what, img.Digest, of, digestOf(t, wanted))
+		}
+		if got, err := Lookup(t.Context(), ref, o); err == nil {
+			t.Errorf("%s finds %s for the index %s of %s", what, got, of, digestOf(t, wanted))
+		}
+	}
+	repo, err := r.options(t).Registries.Open(mustRef(t, r.host+"/app@"+string(digestOf(t, wanted))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer repo.Close()
+	if raw, desc, err := repo.Get(t.Context(), repo.Reference()); err == nil {
+		t.Errorf("digest %s gives %s", desc.Digest, raw)
 	}
 }
