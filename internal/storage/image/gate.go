@@ -204,6 +204,7 @@ func (g *gate) send(req *http.Request) (*http.Response, error) {
 	if err != nil {
 		return nil, &Unreachable{g.registry, fmt.Errorf("%s %s: %w", req.Method, host, err)}
 	}
+	res.Body = &discreet{res.Body, g.registry}
 	switch {
 	case res.StatusCode >= http.StatusBadRequest:
 		res.Body = &bounded{ReadCloser: res.Body, left: maxError}
@@ -246,6 +247,24 @@ func (g *gate) close() {
 	for _, t := range g.byHost {
 		t.CloseIdleConnections()
 	}
+}
+
+// discreet is a body for a tenant. The error of a connection that breaks has the addresses of
+// both ends in it, one of which is the node's.
+type discreet struct {
+	io.ReadCloser
+	registry string
+}
+
+func (d *discreet) Read(p []byte) (int, error) {
+	n, err := d.ReadCloser.Read(p)
+	switch {
+	case err == nil, errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+		return n, err
+	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
+		return n, err
+	}
+	return n, &Unreachable{d.registry, err}
 }
 
 // layerBody marks the context of a request for a layer, whose size its reader bounds.

@@ -1,6 +1,11 @@
 package image
 
 import (
+	"encoding/json"
+	"errors"
+	"io"
+	"math"
+	"net"
 	"net/http"
 	"strings"
 	"testing"
@@ -113,5 +118,81 @@ func TestDigestIsCompared(t *testing.T) {
 	defer repo.Close()
 	if raw, desc, err := repo.Get(t.Context(), repo.Reference()); err == nil {
 		t.Errorf("digest %s gives %s", desc.Digest, raw)
+	}
+}
+
+// TestBrokenLayer: a registry that breaks connections in the middle of its answers has a tenant
+// told none of the addresses of the node.
+func TestBrokenLayer(t *testing.T) {
+	r, s := newRegistry(t, plainHTTP), newStore(t)
+	ref := r.push(t, "team/app:1", small(t, "one"))
+	for _, path := range []string{"/manifests/", "/blobs/"} {
+		r.set(func(w http.ResponseWriter, req *http.Request) bool {
+			if req.Method != http.MethodGet || !strings.Contains(req.URL.Path, path) {
+				return false
+			}
+			conn, _, err := http.NewResponseController(w).Hijack()
+			if err != nil {
+				t.Error(err)
+				return true
+			}
+			_, err = io.WriteString(conn, "HTTP/1.1 200 OK\r\nContent-Type: application/vnd.oci.image.manifest.v1+json\r\nContent-Length: 1000\r\n\r\n{")
+			if tcp, ok := conn.(*net.TCPConn); ok {
+				err = errors.Join(err, tcp.SetLinger(0)) // it is reset
+			}
+			if err := errors.Join(err, conn.Close()); err != nil {
+				t.Error(err)
+			}
+			return true
+		})
+		o := r.tenant(t, "a", "")
+		_, err := s.Pull(t.Context(), ref, o)
+		if err == nil || strings.Contains(strings.ReplaceAll(err.Error(), r.host, ""), "127.0.0.1") {
+			t.Errorf("%s: %v", path, err)
+		}
+	}
+}
+
+// TestHugeLayers: an image whose layers are more than archives of what it may expand to is
+// refused before any of them is fetched: they would be on the disk before they are unpacked.
+func TestHugeLayers(t *testing.T) {
+	r, s := newRegistry(t, plainHTTP), newStore(t)
+	img := small(t, "one")
+	raw, err := img.RawManifest()
+	if err != nil {
+		t.Fatal(err)
+	}
+	config, err := img.RawConfigFile()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, size := range []int64{1 << 40, math.MaxInt64} {
+		var m v1.Manifest
+		if err := json.Unmarshal(raw, &m); err != nil {
+			t.Fatal(err)
+		}
+		m.Layers[0].Size = size
+		hostile, err := json.Marshal(m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.set(func(w http.ResponseWriter, req *http.Request) bool {
+			switch {
+			case strings.Contains(req.URL.Path, "/manifests/"):
+				w.Header().Set("Content-Type", string(m.MediaType))
+				_, _ = w.Write(hostile)
+			case strings.HasSuffix(req.URL.Path, m.Config.Digest.String()):
+				_, _ = w.Write(config)
+			case strings.Contains(req.URL.Path, "/blobs/"):
+				t.Errorf("a layer is fetched: %s", req.URL.Path)
+				w.WriteHeader(http.StatusNotFound)
+			default:
+				return false
+			}
+			return true
+		})
+		if _, err := s.Pull(t.Context(), mustRef(t, r.host+"/app:1"), r.tenant(t, "a", "")); err == nil || !strings.Contains(err.Error(), "its layers have more than") {
+			t.Errorf("%d bytes: %v", size, err)
+		}
 	}
 }

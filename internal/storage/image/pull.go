@@ -104,6 +104,9 @@ func (s *Store) pull(ctx context.Context, ref Reference, o PullOptions, report *
 	if err != nil {
 		return nil, err
 	}
+	if err := m.fits(o.limits()); err != nil {
+		return nil, err
+	}
 	m.source = ref.String()
 	get := getter{
 		layers: func(ctx context.Context, w *work, t *tree.Tree) error {
@@ -278,6 +281,20 @@ func (m *manifest) validate() error {
 	}
 	_, err := configOf(m.config.Config)
 	return err
+}
+
+// fits refuses an image whose layers, as they come from the registry, are more than archives of
+// all that it may expand to. They are on the disk before they are unpacked.
+func (m *manifest) fits(limits tree.Limits) error {
+	const entry, end = 4 << 10, 1 << 20 // what archives have around each entry, and at their ends
+	most := min(limits.Bytes, 1<<60) + min(int64(limits.Entries), 1<<40)*entry + end
+	left := most
+	for _, l := range m.layers {
+		if left -= l.Size; left < 0 {
+			return fmt.Errorf("its layers have more than %d bytes, where all that is in them may have %d", most, limits.Bytes)
+		}
+	}
+	return nil
 }
 
 var layerTypes = []types.MediaType{
