@@ -179,26 +179,34 @@ func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handl
 	return handle, img, nil
 }
 
-// resolving is how long a registry may take to say which image a name leads to.
+// resolving is how long a registry may take to say which image a name leads to, with the time
+// until it is its turn.
 const resolving = 10 * time.Second
 
 // ResolveImage implements node.ImageResolver. A registry that has no answer is no error: whoever
 // builds asks it again, and says why.
-func (b *Builder) ResolveImage(ctx context.Context, n sandbox.Namespace, name string, credentials node.Credentials) string {
-	img, err := b.Images.ResolveIn(string(n), name)
+func (b *Builder) ResolveImage(ctx context.Context, q node.ImageQuestion) string {
+	img, err := b.Images.ResolveIn(string(q.Namespace), q.Name)
 	if err == nil {
 		return string(img.Digest)
 	}
 	if !errors.Is(err, image.ErrNotFound) {
 		return "" // the build says what is wrong
 	}
-	ref, err := image.ParseReference(name)
-	if err != nil {
+	ref, err := image.ParseReference(q.Name)
+	if _, bare := image.ParseDigest(q.Name); err != nil || bare == nil { // no registry has a digest alone
 		return "" // likewise
 	}
 	ctx, cancel := context.WithTimeout(ctx, resolving)
 	defer cancel()
-	digest, err := image.Lookup(ctx, ref, b.pullOptions(n, credentials))
+	if q.Turn != nil {
+		done, err := q.Turn(ctx)
+		if err != nil {
+			return "" // registries of others take their time: the build asks
+		}
+		defer done()
+	}
+	digest, err := image.Lookup(ctx, ref, b.pullOptions(q.Namespace, q.Credentials))
 	if err != nil {
 		return "" // likewise
 	}
