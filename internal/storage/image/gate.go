@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"net/url"
 	"os"
+	"path"
 	"slices"
 	"strings"
 	"sync"
@@ -41,9 +42,11 @@ const (
 	dialTimeout      = 10 * time.Second
 	handshakeTimeout = 10 * time.Second
 	maxHeader        = 256 << 10
-	// maxError is how much is read of an answer that is an error, maxDocument of one
-	// that is not a layer.
+	// maxError is how much is read of an answer that is an error, maxManifest of a manifest
+	// or an index, maxDocument of another one that is not a layer. A list of many empty
+	// objects takes several hundred times as much memory as text.
 	maxError    = 64 << 10
+	maxManifest = 512 << 10
 	maxDocument = maxConfig + 1
 )
 
@@ -208,6 +211,8 @@ func (g *gate) send(req *http.Request) (*http.Response, error) {
 	switch {
 	case res.StatusCode >= http.StatusBadRequest:
 		res.Body = &bounded{ReadCloser: res.Body, left: maxError}
+	case wantsManifest(req):
+		res.Body = &bounded{ReadCloser: res.Body, left: maxManifest, strict: true}
 	case req.Context().Value(layerBody{}) == nil:
 		res.Body = &bounded{ReadCloser: res.Body, left: maxDocument, strict: true}
 	}
@@ -249,6 +254,14 @@ func (g *gate) close() {
 	}
 }
 
+// wantsManifest reports whether a manifest was asked for, wherever the registry has led to since.
+func wantsManifest(req *http.Request) bool {
+	for req.Response != nil && req.Response.Request != nil {
+		req = req.Response.Request
+	}
+	return path.Base(path.Dir(req.URL.Path)) == "manifests" // …/manifests/TAG
+}
+
 // discreet is a body for a tenant. The error of a connection that breaks has the addresses of
 // both ends in it, one of which is the node's.
 type discreet struct {
@@ -280,7 +293,7 @@ type bounded struct {
 func (b *bounded) Read(p []byte) (int, error) {
 	if b.left <= 0 {
 		if b.strict {
-			return 0, fmt.Errorf("%w: an answer of more than %d bytes", errWrongContent, maxDocument)
+			return 0, fmt.Errorf("%w: an answer of more bytes than such a one may have", errWrongContent)
 		}
 		return 0, io.EOF
 	}

@@ -3,6 +3,7 @@ package image
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"math"
 	"net"
@@ -193,6 +194,33 @@ func TestHugeLayers(t *testing.T) {
 		})
 		if _, err := s.Pull(t.Context(), mustRef(t, r.host+"/app:1"), r.tenant(t, "a", "")); err == nil || !strings.Contains(err.Error(), "its layers have more than") {
 			t.Errorf("%d bytes: %v", size, err)
+		}
+	}
+}
+
+// TestManyManifests: an index, or a manifest, takes so much memory at most, whatever is in it.
+func TestManyManifests(t *testing.T) {
+	r := newRegistry(t, plainHTTP)
+	const most = 512 << 20
+	for mediaType, field := range map[types.MediaType]string{types.OCIImageIndex: "manifests", types.OCIManifestSchema1: "layers"} {
+		hostile := fmt.Sprintf(`{"schemaVersion":2,"mediaType":%q,%q:[%s{}]}`, mediaType, field, strings.Repeat("{},", 7<<20/3))
+		r.set(func(w http.ResponseWriter, req *http.Request) bool {
+			switch {
+			case strings.Contains(req.URL.Path, "/manifests/"): // elsewhere it is no smaller
+				http.Redirect(w, req, "/elsewhere", http.StatusTemporaryRedirect)
+			case strings.Contains(req.URL.Path, "/elsewhere"):
+				w.Header().Set("Content-Type", string(mediaType))
+				_, _ = io.WriteString(w, hostile)
+			default:
+				return false
+			}
+			return true
+		})
+		o, ref := r.tenant(t, "a", ""), mustRef(t, r.host+"/app:1")
+		var err error
+		bytes := allocated(func() { _, err = Lookup(t.Context(), ref, o) })
+		if err == nil || bytes > most {
+			t.Errorf("%s: %d bytes were allocated, %.200v", mediaType, bytes, err)
 		}
 	}
 }
