@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"strings"
+	"sync"
 	"testing"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
@@ -223,4 +224,39 @@ func TestManyManifests(t *testing.T) {
 			t.Errorf("%s: %d bytes were allocated, %.200v", mediaType, bytes, err)
 		}
 	}
+}
+
+// TestRemovedWhileProven: an image that goes with the last name of another namespace, while one
+// proves that it may use it, is made anew.
+func TestRemovedWhileProven(t *testing.T) {
+	s, first, second := newStore(t), newRegistry(t, plainHTTP), newRegistry(t, plainHTTP)
+	img := small(t, "of both")
+	ref, again := first.push(t, "app", img), second.push(t, "app", img)
+	if _, err := s.Pull(t.Context(), ref, first.tenant(t, "a", "")); err != nil {
+		t.Fatal(err)
+	}
+	config, err := img.ConfigName()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var once sync.Once
+	second.set(func(_ http.ResponseWriter, req *http.Request) bool {
+		if strings.Contains(req.URL.Path, "/blobs/") && !strings.HasSuffix(req.URL.Path, config.String()) {
+			once.Do(func() {
+				if err := s.RemoveIn(t.Context(), "a", ref.String()); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		return false
+	})
+	if _, err := s.Pull(t.Context(), again, second.tenant(t, "b", "")); err != nil {
+		t.Fatal(err)
+	}
+	wantContent(t, s, digestOf(t, img), map[string]string{"file": "of both"})
+	wantNotHere(t, s, "a", string(digestOf(t, img)))
+	if _, err := s.ResolveIn("b", again.String()); err != nil {
+		t.Error(err)
+	}
+	wantTidy(t, s)
 }

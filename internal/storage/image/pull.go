@@ -347,10 +347,10 @@ func (s *Store) make(ctx context.Context, m *manifest, as naming, limits tree.Li
 		img, err := s.found(ctx, m.digest, as)
 		if err == nil {
 			report.Phase(Progress{Phase: PhaseDone})
-		} else if errors.Is(err, ErrNotFound) {
-			err = fmt.Errorf("it was removed meanwhile, try again: %w", err)
 		}
-		return img, err
+		if !errors.Is(err, ErrNotFound) { // it was removed meanwhile, with the last name of another
+			return img, err
+		}
 	}
 	root := filepath.Join(w.dir, "root")
 	//nolint:gosec // all users of the image enter its root; the folder above is ours alone
