@@ -52,6 +52,9 @@ func (b *Builder) Build(ctx context.Context, req node.BuildRequest) (built sandb
 	spec, log := req.Spec, req.Log
 	handle, img, err := b.find(ctx, req)
 	if err != nil {
+		if img != nil { // it was pulled, and counts
+			built = complete(spec, img)
+		}
 		return built, err
 	}
 	defer func() { err = errors.Join(err, handle.Close()) }()
@@ -148,7 +151,8 @@ func (b *Builder) Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb en
 	return nil
 }
 
-// find looks an image up among those of the template's namespace, and pulls it otherwise.
+// find looks an image up among those of the template's namespace, and pulls it otherwise. With
+// an error it gives an image that is not the right one.
 func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handle, *image.Image, error) {
 	text := req.Spec.Image
 	img, err := b.Images.ResolveIn(string(req.Namespace), text)
@@ -167,7 +171,7 @@ func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handl
 		return nil, nil, fmt.Errorf("image %s: %w", text, err)
 	}
 	if req.Image != "" && string(img.Digest) != req.Image {
-		return nil, nil, fmt.Errorf("image %s is %s now, and the template was applied when it was %s, which is not here: apply it again to take the new one", text, img.Digest, req.Image)
+		return nil, img, fmt.Errorf("image %s is %s now, and the template was applied when it was %s, which is not here: apply it again to take the new one", text, img.Digest, req.Image)
 	}
 	handle, err := b.Images.Open(ctx, img.Digest)
 	if errors.Is(err, image.ErrNotFound) { // it was dropped with the last template that had it
