@@ -116,6 +116,10 @@ func (m *Manager) writeTemplate(ctx context.Context, t *sandbox.Template, owner 
 	return nil
 }
 
+// lookups is how many registries are asked at once which image a name leads to. Each is chosen by
+// a tenant, and may answer with as much as the node takes into memory, as late as it waits.
+const lookups = 8
+
 // imageOf is the digest of the image of a template that is applied. A spec that has not changed
 // keeps it, so that it has the same revision again, unless it has failed.
 func (m *Manager) imageOf(ctx context.Context, k sandbox.Key, spec sandbox.TemplateSpec) (string, error) {
@@ -139,7 +143,10 @@ func (m *Manager) imageOf(ctx context.Context, k sandbox.Key, spec sandbox.Templ
 	if old.Revision != "" && old.Spec.Digest() == spec.Digest() && keep {
 		return old.Image, nil
 	}
-	return r.ResolveImage(ctx, k.Namespace, spec.Image, m.credentials(k.Namespace)), nil
+	return r.ResolveImage(ctx, ImageQuestion{
+		Namespace: k.Namespace, Name: spec.Image, Credentials: m.credentials(k.Namespace),
+		Turn: func(ctx context.Context) (func(), error) { return m.lookupTurns.take(ctx, k.Namespace) },
+	}), nil
 }
 
 // admitTemplate refuses a template that is to be built where there is no room for another

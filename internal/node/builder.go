@@ -55,6 +55,17 @@ type Credentials func(registry string) (user, password string, ok bool)
 type ImageResolver interface {
 	// ResolveImage gives the digest of an image that the namespace may use, here or at the
 	// image's registry. It is empty if there is no such image, or if the registry does not
-	// answer.
-	ResolveImage(ctx context.Context, n sandbox.Namespace, name string, credentials Credentials) (digest string)
+	// answer in time.
+	ResolveImage(ctx context.Context, q ImageQuestion) (digest string)
+}
+
+// ImageQuestion asks which image a name leads a namespace to.
+type ImageQuestion struct {
+	Namespace sandbox.Namespace
+	Name      string
+	// Credentials are those of the namespace for a registry.
+	Credentials Credentials
+	// Turn waits until a registry may be asked, and not if the image is here. done is
+	// called when it was.
+	Turn func(context.Context) (done func(), err error)
 }

@@ -143,7 +143,7 @@ func (m *Manager) tryUntilOver(ctx context.Context, run *build, b *sandbox.Build
 			m.cfg.Log.Warn("an image was not pulled", "template", b.Template, "image", run.spec.Image, "cause", b.Cause)
 		}
 		if b.Phase == sandbox.PhaseFailed {
-			if err := m.countFailed(b); err != nil {
+			if err := m.countFailed(b, run.spec.Image); err != nil {
 				m.cfg.Log.Error("add up what a build has left", "template", b.Template, "error", err)
 			}
 		}

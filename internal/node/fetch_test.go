@@ -110,10 +110,10 @@ type images struct {
 	built   []string
 }
 
-func (b *images) ResolveImage(_ context.Context, _ sandbox.Namespace, name string, _ Credentials) string {
+func (b *images) ResolveImage(_ context.Context, q ImageQuestion) string {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.digests[name]
+	return b.digests[q.Name]
 }
 
 func (b *images) Build(ctx context.Context, req BuildRequest) (sandbox.Built, error) {

@@ -79,10 +79,11 @@ type Manager struct {
 	capacity *admission
 	// turns are those of machines that start. buildTurns are of builds, captureTurns of
 	// sandboxes that hibernate, are checkpointed or forked, adoptTurns of adoptions.
-	// fetchTurns are of snapshots that are fetched.
-	turns, buildTurns, fetchTurns, captureTurns, adoptTurns *turns
-	secrets                                                 *secretStore
-	logins                                                  *loginStore
+	// fetchTurns are of snapshots that are fetched, lookupTurns of questions to registries.
+	turns, buildTurns, fetchTurns, captureTurns, adoptTurns, lookupTurns *turns
+
+	secrets *secretStore
+	logins  *loginStore
 	// authorities are the CAs of namespaces, injections the machines that are shown them.
 	authorities *authorityStore
 	injections  injections
@@ -199,8 +200,8 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 		cfg: cfg, observer: cfg.Observer, db: db, secrets: secrets, authorities: authorities, logins: logins,
 		turns: newTurns(cfg.Starts), buildTurns: newLongTurns(cfg.Builds, "build"), captureTurns: newLongTurns(cfg.Captures, "capture a sandbox"),
 		fetchTurns: newLongTurns(fetches, "fetch a snapshot"), serves: peer.NewServer(cfg.Serves),
-		adoptTurns: newLongTurns(adoptions, "take over a machine"),
-		dirty:      make(chan struct{}, 1), adopted: make(chan struct{}), forked: make(chan struct{}, 1),
+		adoptTurns: newLongTurns(adoptions, "take over a machine"), lookupTurns: newLongTurns(lookups, "ask a registry"),
+		dirty: make(chan struct{}, 1), adopted: make(chan struct{}), forked: make(chan struct{}, 1),
 		roster: newRoster(), pools: map[sandbox.Key]*pool{}, builds: map[buildKey]*build{}, places: newBuildPlaces(),
 		requests: map[string]*request{}, restoring: map[sandbox.Key]int{}, parked: map[sandbox.ID]sandbox.Key{},
 	}
@@ -236,7 +237,7 @@ func (m *Manager) Close() error {
 	members := slices.Collect(maps.Values(m.roster.byID)) // claims that are refused now leave it
 	m.mu.Unlock()
 	m.cancel()
-	for _, t := range []*turns{m.turns, m.buildTurns, m.fetchTurns, m.captureTurns, m.adoptTurns} {
+	for _, t := range []*turns{m.turns, m.buildTurns, m.fetchTurns, m.captureTurns, m.adoptTurns, m.lookupTurns} {
 		t.close()
 	}
 	var errs []error

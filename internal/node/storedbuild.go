@@ -81,20 +81,30 @@ func (m *Manager) countBuild(b *sandbox.Build, image string) error {
 	return m.capacity.store(b.Template.Namespace, b.Kept, b.Shares()...)
 }
 
-// countFailed is countBuild for a build that has failed, of which its log is left. Where the
-// quota has no room for that, it is removed, and the build says so.
-func (m *Manager) countFailed(b *sandbox.Build) (err error) {
+// countFailed is countBuild for a build that has failed, of which its log and its image are
+// left. Where the quota has no room for them the image is removed, and then the log, and the
+// build says so.
+func (m *Manager) countFailed(b *sandbox.Build, image string) (err error) {
+	failed := *b
 	b.Pulled = 0
 	if b.Kept, err = m.measureBuild(*b); err != nil {
 		return err
 	}
+	found, err := m.pulledFor(b.Template.Namespace, image)
+	if found && failed.Pulled > 0 && m.capacity.store(b.Template.Namespace, b.Kept, failed.Shares()...) == nil {
+		b.Pulled = failed.Pulled
+		return nil
+	}
+	if found {
+		err = errors.Join(err, m.dropRefused(failed, image))
+	}
 	refused := m.capacity.store(b.Template.Namespace, b.Kept)
 	if refused == nil {
-		return nil
+		return err
 	}
 	b.Kept = 0
 	b.Problem += fmt.Sprintf(" (its log is not kept: the quota of namespace %s has no room for it)", b.Template.Namespace)
-	return buildlog.Remove(m.logFile(b.Snapshot))
+	return errors.Join(err, buildlog.Remove(m.logFile(b.Snapshot)))
 }
 
 // measureBuild is what a build's snapshot, which has a copy of the image's root

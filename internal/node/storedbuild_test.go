@@ -191,6 +191,44 @@ func TestBuildBeyondQuota(t *testing.T) {
 	})
 }
 
+// TestImageOfFailedBuild: an image that was pulled for a build that fails then counts as long as
+// it is there, for the next daemon, too, and goes where the quota has no room for it: templates
+// that fail on purpose fill no disk.
+func TestImageOfFailedBuild(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, h := t.TempDir(), nodetest.NewHost(t)
+		p := &puller{builder: builder{fail: errors.New("init command 1: exit status 1")}, images: map[string]bool{}}
+		open := func() *Manager { return daemon(t, dir, h, func(c *Config) { c.Builder = p }) }
+		m := open()
+		defer func() { _ = m.Close() }()
+		ctx, own := t.Context(), sandbox.DefaultNamespace
+		must(t, second(m.SetQuota(ctx, sandbox.Quota{Namespace: own, Storage: 5 * mib})))
+		apply := func(k sandbox.Key, image string) {
+			t.Helper()
+			must(t, second(m.ApplyTemplate(ctx, k, sandbox.TemplateSpec{Image: image, MilliCPUs: 1000, Memory: 64 * mib})))
+			synctest.Wait()
+		}
+		apply(key("a"), "one")
+		wantStored(t, m, own, 3)
+		must(t, m.Close())
+		m = open()
+		wantStored(t, m, own, 3)
+		apply(key("b"), "one") // the same image
+		wantStored(t, m, own, 3)
+		apply(key("a"), "one") // it is tried again
+		wantStored(t, m, own, 3)
+		apply(key("c"), "two")
+		wantStored(t, m, own, 3)
+		if !p.has(nameIn(own, "one")) || p.has(nameIn(own, "two")) {
+			t.Errorf("with room for one image there are %v", p.images)
+		}
+		must(t, m.DeleteTemplate(ctx, key("a")), m.DeleteTemplate(ctx, key("b")), m.DeleteTemplate(ctx, key("c")))
+		if q, err := m.QuotaOf(ctx, own); err != nil || q.UsedStorage != 0 || len(p.images) != 0 {
+			t.Errorf("%d bytes are left, and images %v (%v)", q.UsedStorage, p.images, err)
+		}
+	})
+}
+
 // waitBuilt waits until a template is built.
 func waitBuilt(t *testing.T, m *Manager, name string) error {
 	t.Helper()

@@ -52,6 +52,9 @@ func (b *Builder) Build(ctx context.Context, req node.BuildRequest) (built sandb
 	spec, log := req.Spec, req.Log
 	handle, img, err := b.find(ctx, req)
 	if err != nil {
+		if img != nil { // it was pulled, and counts
+			built = complete(spec, img)
+		}
 		return built, err
 	}
 	defer func() { err = errors.Join(err, handle.Close()) }()
@@ -148,7 +151,8 @@ func (b *Builder) Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb en
 	return nil
 }
 
-// find looks an image up among those of the template's namespace, and pulls it otherwise.
+// find looks an image up among those of the template's namespace, and pulls it otherwise. With
+// an error it gives an image that is not the right one.
 func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handle, *image.Image, error) {
 	text := req.Spec.Image
 	img, err := b.Images.ResolveIn(string(req.Namespace), text)
@@ -167,7 +171,7 @@ func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handl
 		return nil, nil, fmt.Errorf("image %s: %w", text, err)
 	}
 	if req.Image != "" && string(img.Digest) != req.Image {
-		return nil, nil, fmt.Errorf("image %s is %s now, and the template was applied when it was %s, which is not here: apply it again to take the new one", text, img.Digest, req.Image)
+		return nil, img, fmt.Errorf("image %s is %s now, and the template was applied when it was %s, which is not here: apply it again to take the new one", text, img.Digest, req.Image)
 	}
 	handle, err := b.Images.Open(ctx, img.Digest)
 	if errors.Is(err, image.ErrNotFound) { // it was dropped with the last template that had it
@@ -179,26 +183,34 @@ func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handl
 	return handle, img, nil
 }
 
-// resolving is how long a registry may take to say which image a name leads to.
+// resolving is how long a registry may take to say which image a name leads to, with the time
+// until it is its turn.
 const resolving = 10 * time.Second
 
 // ResolveImage implements node.ImageResolver. A registry that has no answer is no error: whoever
 // builds asks it again, and says why.
-func (b *Builder) ResolveImage(ctx context.Context, n sandbox.Namespace, name string, credentials node.Credentials) string {
-	img, err := b.Images.ResolveIn(string(n), name)
+func (b *Builder) ResolveImage(ctx context.Context, q node.ImageQuestion) string {
+	img, err := b.Images.ResolveIn(string(q.Namespace), q.Name)
 	if err == nil {
 		return string(img.Digest)
 	}
 	if !errors.Is(err, image.ErrNotFound) {
 		return "" // the build says what is wrong
 	}
-	ref, err := image.ParseReference(name)
-	if err != nil {
+	ref, err := image.ParseReference(q.Name)
+	if _, bare := image.ParseDigest(q.Name); err != nil || bare == nil { // no registry has a digest alone
 		return "" // likewise
 	}
 	ctx, cancel := context.WithTimeout(ctx, resolving)
 	defer cancel()
-	digest, err := image.Lookup(ctx, ref, b.pullOptions(n, credentials))
+	if q.Turn != nil {
+		done, err := q.Turn(ctx)
+		if err != nil {
+			return "" // registries of others take their time: the build asks
+		}
+		defer done()
+	}
+	digest, err := image.Lookup(ctx, ref, b.pullOptions(q.Namespace, q.Credentials))
 	if err != nil {
 		return "" // likewise
 	}

@@ -73,15 +73,15 @@ func TestPinnedImage(t *testing.T) {
 		}
 		return string(made[0].Digest)
 	}
-	if got := b.ResolveImage(ctx, sandbox.DefaultNamespace, "/no/name", nil); got != "" {
+	if got := b.ResolveImage(ctx, node.ImageQuestion{Namespace: sandbox.DefaultNamespace, Name: "/no/name"}); got != "" {
 		t.Errorf("%q", got)
 	}
 	first := load("one")
-	if got := b.ResolveImage(ctx, sandbox.DefaultNamespace, "team/app:1", nil); got != first {
+	if got := b.ResolveImage(ctx, node.ImageQuestion{Namespace: sandbox.DefaultNamespace, Name: "team/app:1"}); got != first {
 		t.Errorf("%q, not %q", got, first)
 	}
 	second := load("two")
-	if got := b.ResolveImage(ctx, sandbox.DefaultNamespace, "team/app:1", nil); got != second || first == second {
+	if got := b.ResolveImage(ctx, node.ImageQuestion{Namespace: sandbox.DefaultNamespace, Name: "team/app:1"}); got != second || first == second {
 		t.Errorf("%q, not %q", got, second)
 	}
 	found := func(pin string) (string, error) {
@@ -122,7 +122,7 @@ func TestResolveImageOfNamespace(t *testing.T) {
 		{"a", name, "", digest}, {"a", digest, "", digest},
 		{"b", name, "", ""}, {"b", digest, "", ""}, {"b", digest, "alice", ""}, {"b", name, "alice", digest},
 	} {
-		if got := b.ResolveImage(t.Context(), c.namespace, c.text, as(c.user)); got != c.want {
+		if got := b.ResolveImage(t.Context(), node.ImageQuestion{Namespace: c.namespace, Name: c.text, Credentials: as(c.user)}); got != c.want {
 			t.Errorf("%s asks for %s as %q: %q, not %q", c.namespace, c.text, c.user, got, c.want)
 		}
 	}

@@ -16,16 +16,11 @@ var _ node.ImageStore = Images{}
 
 // Images lists the images that a namespace may use.
 func (i Images) Images(n sandbox.Namespace, p sandbox.Page) (out []sandbox.Image, err error) {
-	all, err := i.Store.ListIn(string(n))
-	if err != nil {
-		return nil, err
+	some, err := i.Store.ListIn(string(n), p.After, p.Most())
+	for _, v := range some {
+		out = append(out, shown(v.Image, v.Published))
 	}
-	for _, v := range all {
-		if len(out) < p.Most() && string(v.Digest) > p.After {
-			out = append(out, shown(v.Image, v.Published))
-		}
-	}
-	return out, nil
+	return out, err
 }
 
 func shown(img *image.Image, published bool) sandbox.Image {

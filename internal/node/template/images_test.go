@@ -202,3 +202,19 @@ func FuzzRegistryHost(f *testing.F) {
 		}
 	})
 }
+
+// TestPulledInVain: a build that has pulled another image than its template was applied with
+// says which, and how large it is: it is on the disk, and counts.
+func TestPulledInVain(t *testing.T) {
+	b, name := guarded(t)
+	pin := "sha256:" + strings.Repeat("0", 64)
+	built, err := b.Build(t.Context(), node.BuildRequest{
+		Namespace: "a", Spec: sandbox.TemplateSpec{Image: name}, Image: pin, Log: io.Discard,
+		Pull:        func() error { return nil },
+		Credentials: func(string) (string, string, bool) { return "alice", "secret", true },
+	})
+	img, there := b.Images.ResolveIn("a", name)
+	if err == nil || there != nil || built.Pulled != uint64(img.Size()) || built.Image != string(img.Digest) {
+		t.Errorf("%+v, %v; the image: %v, %v", built, err, img, there)
+	}
+}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -67,28 +68,42 @@ func (s *Store) Remove(ctx context.Context, text string) (r Removed, err error) 
 // discard moves an image that nothing uses to where work is. The store is
 // locked; emptying it may take its time after that.
 func (s *Store) discard(d Digest) (trash string, err error) {
+	if err := s.unused(d); err != nil {
+		return "", err
+	}
+	// Before it goes: of an image that comes later by this digest nobody has been told yet.
+	if err := s.changeRights(func(r rights) { r.forget(map[Digest]bool{d: true}) }); err != nil {
+		return "", err
+	}
+	return s.move(d)
+}
+
+// unused refuses an image that something uses. The store is locked: until it is not any more
+// nothing begins to.
+func (s *Store) unused(d Digest) error {
 	holders, err := s.Holders(d)
 	if err != nil {
-		return "", err
+		return err
 	}
 	if len(holders) > 0 {
 		var by []string
 		for _, h := range holders {
 			by = append(by, h.String())
 		}
-		return "", fmt.Errorf("remove image %s: %w by %s", d.Short(), ErrInUse, strings.Join(by, ", "))
+		return fmt.Errorf("remove image %s: %w by %s", d.Short(), ErrInUse, strings.Join(by, ", "))
 	}
 	f, err := os.Open(filepath.Join(s.rootDir(d), metadataName))
 	if err == nil {
 		defer f.Close()
 		if tryLock(f, unix.LOCK_EX) != nil {
-			return "", fmt.Errorf("remove image %s: %w by a running process", d.Short(), ErrInUse)
+			return fmt.Errorf("remove image %s: %w by a running process", d.Short(), ErrInUse)
 		}
 	}
-	// Before it goes: of an image that comes later by this digest nobody has been told yet.
-	if err := s.changeRights(func(r rights) { r.forget(d) }); err != nil {
-		return "", err
-	}
+	return nil
+}
+
+// move moves an image whose rights were forgotten to where work is.
+func (s *Store) move(d Digest) (trash string, err error) {
 	trash, err = os.MkdirTemp(s.path(workName), "trash-")
 	if err != nil {
 		return "", fmt.Errorf("remove image: %w", err)
@@ -130,15 +145,36 @@ func (s *Store) Prune(ctx context.Context, all bool) (p Pruned, err error) {
 		if err != nil {
 			return err
 		}
+		// What is known of them is written once for all, not once for each.
+		known, gone := c.byDigest(), map[Digest]bool{}
 		for _, d := range digests {
-			img, loadErr := s.loadNamed(c.names, d)
-			if loadErr == nil && (len(img.Names) > 0 || len(c.rights.named(d)) > 0) && !all {
+			_, loadErr := s.load(d)
+			if loadErr == nil && (len(known[d].names) > 0 || len(known[d].namespaces) > 0) && !all {
 				continue
 			}
-			t, err := s.discard(d)
-			if errors.Is(err, ErrInUse) {
+			if err := s.unused(d); errors.Is(err, ErrInUse) {
+				continue
+			} else if err != nil {
+				return err
+			}
+			gone[d] = true
+		}
+		if len(gone) == 0 {
+			return nil
+		}
+		// Before they go: of an image that comes later by this digest nobody has been told yet.
+		err = errors.Join(s.changeRights(func(r rights) { r.forget(gone) }), s.changeNames(func(n map[string]Digest) {
+			maps.DeleteFunc(n, func(_ string, d Digest) bool { return gone[d] })
+		}))
+		if err != nil {
+			return err
+		}
+		for _, d := range digests {
+			if !gone[d] {
 				continue
 			}
+			img, loadErr := s.load(d)
+			t, err := s.move(d)
 			if err != nil {
 				return err
 			}
@@ -148,16 +184,7 @@ func (s *Store) Prune(ctx context.Context, all bool) (p Pruned, err error) {
 				p.Freed += img.Size()
 			}
 		}
-		if len(p.Images) > 0 {
-			err = s.changeNames(func(n map[string]Digest) {
-				for name, d := range n {
-					if slices.Contains(p.Images, d) {
-						delete(n, name)
-					}
-				}
-			})
-		}
-		return err
+		return nil
 	})
 	for _, t := range trash {
 		err = errors.Join(err, emptyTrash(t))

@@ -11,7 +11,7 @@
 //	    root.erofs                the root filesystem
 //	    plain.erofs               the same without extended attributes, if it has any
 //	<folder>/held/<hex>/<holder>  marks of what uses an image across restarts
-//	<folder>/making/<hex>.lock    held by whoever pulls or builds this image
+//	<folder>/making/<hex>….lock   held by whoever pulls this image from one repository, or builds it
 //	<folder>/work/<random>/       images in the making, locked by their makers
 //
 // An image appears in roots whole or not at all. What a killed process leaves

@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"net/url"
 	"os"
+	"path"
 	"slices"
 	"strings"
 	"sync"
@@ -41,9 +42,11 @@ const (
 	dialTimeout      = 10 * time.Second
 	handshakeTimeout = 10 * time.Second
 	maxHeader        = 256 << 10
-	// maxError is how much is read of an answer that is an error, maxDocument of one
-	// that is not a layer.
+	// maxError is how much is read of an answer that is an error, maxManifest of a manifest
+	// or an index, maxDocument of another one that is not a layer. A list of many empty
+	// objects takes several hundred times as much memory as text.
 	maxError    = 64 << 10
+	maxManifest = 512 << 10
 	maxDocument = maxConfig + 1
 )
 
@@ -171,6 +174,17 @@ func (g *gate) check(a netip.Addr, opens []netip.Prefix) error {
 // RoundTrip refuses plain HTTP to hosts that it was not allowed for, and TLS to
 // those that it was: neither is ever tried to see which works. For a tenant it refuses more.
 func (g *gate) RoundTrip(req *http.Request) (*http.Response, error) {
+	res, err := g.send(req)
+	if err == nil && req.Method == http.MethodGet {
+		// The library computes a manifest's digest, but takes it from this header if the
+		// registry says that the manifest is of Docker's first, signed form. So a registry
+		// could give any content for a digest.
+		res.Header.Del("Docker-Content-Digest")
+	}
+	return res, err
+}
+
+func (g *gate) send(req *http.Request) (*http.Response, error) {
 	host := strings.ToLower(req.URL.Host)
 	switch plain := g.registries.plainHTTP(host); {
 	case req.URL.Scheme == "http" && !plain:
@@ -193,9 +207,12 @@ func (g *gate) RoundTrip(req *http.Request) (*http.Response, error) {
 	if err != nil {
 		return nil, &Unreachable{g.registry, fmt.Errorf("%s %s: %w", req.Method, host, err)}
 	}
+	res.Body = &discreet{res.Body, g.registry}
 	switch {
 	case res.StatusCode >= http.StatusBadRequest:
 		res.Body = &bounded{ReadCloser: res.Body, left: maxError}
+	case wantsManifest(req):
+		res.Body = &bounded{ReadCloser: res.Body, left: maxManifest, strict: true}
 	case req.Context().Value(layerBody{}) == nil:
 		res.Body = &bounded{ReadCloser: res.Body, left: maxDocument, strict: true}
 	}
@@ -237,6 +254,32 @@ func (g *gate) close() {
 	}
 }
 
+// wantsManifest reports whether a manifest was asked for, wherever the registry has led to since.
+func wantsManifest(req *http.Request) bool {
+	for req.Response != nil && req.Response.Request != nil {
+		req = req.Response.Request
+	}
+	return path.Base(path.Dir(req.URL.Path)) == "manifests" // …/manifests/TAG
+}
+
+// discreet is a body for a tenant. The error of a connection that breaks has the addresses of
+// both ends in it, one of which is the node's.
+type discreet struct {
+	io.ReadCloser
+	registry string
+}
+
+func (d *discreet) Read(p []byte) (int, error) {
+	n, err := d.ReadCloser.Read(p)
+	switch {
+	case err == nil, errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+		return n, err
+	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
+		return n, err
+	}
+	return n, &Unreachable{d.registry, err}
+}
+
 // layerBody marks the context of a request for a layer, whose size its reader bounds.
 type layerBody struct{}
 
@@ -250,7 +293,7 @@ type bounded struct {
 func (b *bounded) Read(p []byte) (int, error) {
 	if b.left <= 0 {
 		if b.strict {
-			return 0, fmt.Errorf("%w: an answer of more than %d bytes", errWrongContent, maxDocument)
+			return 0, fmt.Errorf("%w: an answer of more bytes than such a one may have", errWrongContent)
 		}
 		return 0, io.EOF
 	}

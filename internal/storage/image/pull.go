@@ -2,6 +2,8 @@ package image
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"os"
@@ -56,7 +58,7 @@ func (o PullOptions) platform() (Platform, error) {
 
 // Pull fetches an image from its registry and names it by its reference, for everybody or
 // for one namespace. What is here already, by digest, is not fetched again; of pulls of the
-// same image at the same time, in any process, one does the work. A namespace has to be
+// same image from the same repository at the same time, in any process, one does the work. A namespace has to be
 // given the image's manifest by a repository that all of the image came from before;
 // another one has to send it all of the image, and that proves the right.
 func (s *Store) Pull(ctx context.Context, ref Reference, o PullOptions) (*Image, error) {
@@ -100,6 +102,9 @@ func (s *Store) pull(ctx context.Context, ref Reference, o PullOptions, report *
 	}
 	m, err := r.manifest(ctx, platform, o.Tenant != nil)
 	if err != nil {
+		return nil, err
+	}
+	if err := m.fits(o.limits()); err != nil {
 		return nil, err
 	}
 	m.source = ref.String()
@@ -278,6 +283,20 @@ func (m *manifest) validate() error {
 	return err
 }
 
+// fits refuses an image whose layers, as they come from the registry, are more than archives of
+// all that it may expand to. They are on the disk before they are unpacked.
+func (m *manifest) fits(limits tree.Limits) error {
+	const entry, end = 4 << 10, 1 << 20 // what archives have around each entry, and at their ends
+	most := min(limits.Bytes, 1<<60) + min(int64(limits.Entries), 1<<40)*entry + end
+	left := most
+	for _, l := range m.layers {
+		if left -= l.Size; left < 0 {
+			return fmt.Errorf("its layers have more than %d bytes, where all that is in them may have %d", most, limits.Bytes)
+		}
+	}
+	return nil
+}
+
 var layerTypes = []types.MediaType{
 	types.OCILayer, types.OCILayerZStd, types.OCIUncompressedLayer,
 	types.DockerLayer, types.DockerUncompressedLayer,
@@ -291,9 +310,21 @@ type getter struct {
 	prove func(context.Context, *work) error
 }
 
+// makingKey is what makers of an image have one after the other. Those that get it from
+// different repositories do not wait for each other: a tenant's repository may be one that
+// never gets done, and the digests of others' images are no secret. Whoever is done first
+// makes the image, and the others have proven their right to it.
+func makingKey(d Digest, repository string) string {
+	if repository == "" {
+		return d.hex()
+	}
+	sum := sha256.Sum256([]byte(repository))
+	return d.hex() + "-" + hex.EncodeToString(sum[:16])
+}
+
 // make makes an image of layers, unless it is here or someone else makes it.
 func (s *Store) make(ctx context.Context, m *manifest, as naming, limits tree.Limits, report *Reporter, get getter) (_ *Image, err error) {
-	lock, err := s.lockMaking(ctx, m.digest.hex(), func() { report.Phase(Progress{Phase: PhaseWait}) })
+	lock, err := s.lockMaking(ctx, makingKey(m.digest, as.repository), func() { report.Phase(Progress{Phase: PhaseWait}) })
 	if err != nil {
 		return nil, err
 	}
@@ -316,10 +347,10 @@ func (s *Store) make(ctx context.Context, m *manifest, as naming, limits tree.Li
 		img, err := s.found(ctx, m.digest, as)
 		if err == nil {
 			report.Phase(Progress{Phase: PhaseDone})
-		} else if errors.Is(err, ErrNotFound) {
-			err = fmt.Errorf("it was removed meanwhile, try again: %w", err)
 		}
-		return img, err
+		if !errors.Is(err, ErrNotFound) { // it was removed meanwhile, with the last name of another
+			return img, err
+		}
 	}
 	root := filepath.Join(w.dir, "root")
 	//nolint:gosec // all users of the image enter its root; the folder above is ours alone

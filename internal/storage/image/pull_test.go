@@ -329,6 +329,13 @@ func TestRegistryAccess(t *testing.T) {
 		}
 		_, err := LoadRegistries(path)
 		wantError(t, err, path, "insecure")
+		for _, rest := range []string{`, "allow": ["x.example"]}`, `{"allow": ["x.example"]}`} {
+			if err := os.WriteFile(path, []byte(`{"registries": {}}`+rest), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			_, err := LoadRegistries(path)
+			wantError(t, err, path, "follows")
+		}
 		for _, host := range []string{"", "Upper.example", "https://x.example", "a b", "docker.io"} {
 			if err := (Registries{Hosts: map[string]Registry{host: {PlainHTTP: true}}}).Validate(); err == nil {
 				t.Errorf("host %q was taken", host)

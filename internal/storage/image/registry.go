@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"net/netip"
 	"net/url"
@@ -59,6 +60,10 @@ func LoadRegistries(path string) (r Registries, err error) {
 		d := json.NewDecoder(bytes.NewReader(b))
 		d.DisallowUnknownFields()
 		err = d.Decode(&r)
+		// A brace too many must not leave out what follows: it may be allow.
+		if _, rest := d.Token(); err == nil && !errors.Is(rest, io.EOF) {
+			err = errors.New("something follows the JSON object")
+		}
 	}
 	if err == nil {
 		err = r.Validate()

@@ -9,7 +9,6 @@ import (
 	"maps"
 	"os"
 	"slices"
-	"strings"
 
 	"agentrun.dev/internal/durable"
 )
@@ -143,12 +142,14 @@ func (r rights) take(namespace, name string) {
 	}
 }
 
-// forget takes away all that there is of an image.
-func (r rights) forget(d Digest) {
-	delete(r.Images, d)
+// forget takes away all that there is of some images.
+func (r rights) forget(some map[Digest]bool) {
+	for d := range some {
+		delete(r.Images, d)
+	}
 	for namespace, names := range r.Namespaces {
 		for name, digest := range names {
-			if digest == d {
+			if some[digest] {
 				r.take(namespace, name)
 			}
 		}
@@ -175,11 +176,12 @@ func (r rights) cameFrom(d Digest, repository string) {
 func (r rights) named(d Digest) map[string][]string {
 	out := map[string][]string{}
 	for namespace, names := range r.Namespaces {
-		for _, name := range slices.Sorted(maps.Keys(names)) {
-			if names[name] == d {
+		for name, digest := range names {
+			if digest == d {
 				out[namespace] = append(out[namespace], name)
 			}
 		}
+		slices.Sort(out[namespace])
 	}
 	return out
 }
@@ -263,8 +265,9 @@ type Visible struct {
 	Published bool
 }
 
-// ListIn lists the images that a namespace may use, by their digests.
-func (s *Store) ListIn(namespace string) (out []Visible, err error) {
+// ListIn lists the images that a namespace may use, by their digests: those after one, and
+// only so many.
+func (s *Store) ListIn(namespace, after string, most int) (out []Visible, err error) {
 	c, err := s.readCatalog()
 	if err != nil {
 		return nil, err
@@ -273,16 +276,55 @@ func (s *Store) ListIn(namespace string) (out []Visible, err error) {
 	if err != nil {
 		return nil, err
 	}
+	known := c.byDigest()
+	slices.Sort(all)
 	for _, d := range all {
-		if !c.may(namespace, d) {
+		names, own := known[d].names, known[d].namespaces[namespace]
+		published := c.rights.Images[d].Published || len(names) > 0
+		if string(d) <= after || len(own) == 0 && !published {
 			continue
 		}
-		img, err := s.loadIn(c, namespace, d)
+		if len(out) >= most {
+			break
+		}
+		img, err := s.load(d)
 		if err != nil {
 			continue // removed meanwhile, or damaged: root's list says so
 		}
-		out = append(out, Visible{img, c.published(d)})
+		img.Names = slices.Concat(names, own)
+		slices.Sort(img.Names)
+		img.Names = slices.Compact(img.Names)
+		out = append(out, Visible{img, published})
 	}
-	slices.SortFunc(out, func(a, b Visible) int { return strings.Compare(string(a.Digest), string(b.Digest)) })
 	return out, nil
+}
+
+// namesOf are the names of one image, sorted.
+type namesOf struct {
+	names      []string // published ones
+	namespaces map[string][]string
+}
+
+// byDigest has the names of each image. Whoever goes through all images reads them once, not
+// once for each image.
+func (c catalog) byDigest() map[Digest]namesOf {
+	out := map[Digest]namesOf{}
+	for _, name := range slices.Sorted(maps.Keys(c.names.Names)) {
+		d := c.names.Names[name]
+		of := out[d]
+		of.names = append(of.names, name)
+		out[d] = of
+	}
+	for namespace, names := range c.rights.Namespaces {
+		for _, name := range slices.Sorted(maps.Keys(names)) {
+			d := names[name]
+			of := out[d]
+			if of.namespaces == nil {
+				of.namespaces = map[string][]string{}
+			}
+			of.namespaces[namespace] = append(of.namespaces[namespace], name)
+			out[d] = of
+		}
+	}
+	return out
 }

@@ -174,10 +174,10 @@ func TestNamesOfNamespaces(t *testing.T) {
 	if got, err := s.Resolve(ref.String()); err != nil || got.Digest != digestOf(t, two) {
 		t.Errorf("for root it is %+v, %v", got, err)
 	}
-	if list, err := s.ListIn("b"); err != nil || len(list) != 1 || !list[0].Published || list[0].Digest != digestOf(t, two) {
+	if list, err := s.ListIn("b", "", 100); err != nil || len(list) != 1 || !list[0].Published || list[0].Digest != digestOf(t, two) {
 		t.Errorf("b sees %+v, %v", list, err)
 	}
-	if list, err := s.ListIn("a"); err != nil || len(list) != 2 {
+	if list, err := s.ListIn("a", "", 100); err != nil || len(list) != 2 {
 		t.Errorf("a sees %+v, %v", list, err)
 	}
 }

@@ -249,16 +249,19 @@ func (s *Store) List() ([]Entry, error) {
 		return nil, err
 	}
 	var out []Entry
+	known := c.byDigest()
 	for _, d := range all {
-		img, err := s.loadNamed(c.names, d)
+		img, err := s.load(d)
 		if errors.Is(err, ErrNotFound) {
 			continue // removed meanwhile
 		}
 		e := Entry{Image: img}
 		if err != nil {
 			e = Entry{Image: &Image{Digest: d}, Damaged: err.Error()}
+		} else {
+			e.Names = known[d].names
 		}
-		e.Published, e.Namespaces = c.published(d), c.rights.named(d)
+		e.Published, e.Namespaces = c.rights.Images[d].Published || len(known[d].names) > 0, known[d].namespaces
 		if e.Holders, err = s.Holders(d); err != nil {
 			return nil, err
 		}
