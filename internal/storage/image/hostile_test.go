@@ -16,6 +16,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/empty"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/google/go-containerregistry/pkg/v1/types"
+	"golang.org/x/sys/unix"
 )
 
 // TestSlowRegistryOfAnother: a tenant whose own registry serves the manifest of an image of
@@ -259,4 +260,32 @@ func TestRemovedWhileProven(t *testing.T) {
 		t.Error(err)
 	}
 	wantTidy(t, s)
+}
+
+// TestUnpublishInTwoSteps: an image is not left published without a name where the second of two
+// files cannot be written: its name is there, to be taken away again.
+func TestUnpublishInTwoSteps(t *testing.T) {
+	s, r := newStore(t), newRegistry(t, plainHTTP)
+	img := small(t, "of all")
+	ref := r.push(t, "app:1", img)
+	if _, err := s.Pull(t.Context(), ref, r.options(t)); err != nil {
+		t.Fatal(err)
+	}
+	// No file is renamed to where something is mounted.
+	for _, file := range []string{namesName, rightsName} {
+		if err := unix.Mount(s.path(file), s.path(file), "", unix.MS_BIND, ""); err != nil {
+			t.Fatal(err)
+		}
+		_, err := s.Unpublish(t.Context(), ref.String())
+		if unmounted := unix.Unmount(s.path(file), 0); err == nil || unmounted != nil {
+			t.Errorf("%s: %v, %v", file, err, unmounted)
+		}
+		if _, err := s.ResolveIn("a", ref.String()); err != nil {
+			t.Errorf("the name is gone where %s was not written: %v", file, err)
+		}
+	}
+	if _, err := s.Unpublish(t.Context(), ref.String()); err != nil {
+		t.Error(err)
+	}
+	wantNotHere(t, s, "a", ref.String(), string(digestOf(t, img)))
 }
