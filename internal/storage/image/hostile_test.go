@@ -1,6 +1,7 @@
 package image
 
 import (
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -288,4 +289,31 @@ func TestUnpublishInTwoSteps(t *testing.T) {
 		t.Error(err)
 	}
 	wantNotHere(t, s, "a", ref.String(), string(digestOf(t, img)))
+}
+
+// TestManyPartsOfConfig: a configuration takes so much memory at most, whatever is in it.
+func TestManyPartsOfConfig(t *testing.T) {
+	r := newRegistry(t, plainHTTP)
+	config := `{"os":"linux","architecture":"amd64","history":[` + strings.Repeat("{},", 7<<20/3) + `{}]}`
+	digest := newDigest(sha256.Sum256([]byte(config)))
+	manifest := fmt.Sprintf(`{"schemaVersion":2,"mediaType":%q,"config":{"mediaType":%q,"digest":%q,"size":%d},"layers":[]}`,
+		types.OCIManifestSchema1, types.OCIConfigJSON, digest, len(config))
+	r.set(func(w http.ResponseWriter, req *http.Request) bool {
+		switch {
+		case strings.Contains(req.URL.Path, "/manifests/"):
+			w.Header().Set("Content-Type", string(types.OCIManifestSchema1))
+			_, _ = io.WriteString(w, manifest)
+		case strings.Contains(req.URL.Path, "/blobs/"):
+			_, _ = io.WriteString(w, config)
+		default:
+			return false
+		}
+		return true
+	})
+	s, o, ref := newStore(t), r.tenant(t, "a", ""), mustRef(t, r.host+"/app:1")
+	var err error
+	bytes := allocated(func() { _, err = s.Pull(t.Context(), ref, o) })
+	if err == nil || bytes > 128<<20 {
+		t.Errorf("%d bytes were allocated, %.200v", bytes, err)
+	}
 }
