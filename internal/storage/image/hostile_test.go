@@ -1,6 +1,7 @@
 package image
 
 import (
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -16,6 +17,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/empty"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/google/go-containerregistry/pkg/v1/types"
+	"golang.org/x/sys/unix"
 )
 
 // TestSlowRegistryOfAnother: a tenant whose own registry serves the manifest of an image of
@@ -259,4 +261,59 @@ func TestRemovedWhileProven(t *testing.T) {
 		t.Error(err)
 	}
 	wantTidy(t, s)
+}
+
+// TestUnpublishInTwoSteps: an image is not left published without a name where the second of two
+// files cannot be written: its name is there, to be taken away again.
+func TestUnpublishInTwoSteps(t *testing.T) {
+	s, r := newStore(t), newRegistry(t, plainHTTP)
+	img := small(t, "of all")
+	ref := r.push(t, "app:1", img)
+	if _, err := s.Pull(t.Context(), ref, r.options(t)); err != nil {
+		t.Fatal(err)
+	}
+	// No file is renamed to where something is mounted.
+	for _, file := range []string{namesName, rightsName} {
+		if err := unix.Mount(s.path(file), s.path(file), "", unix.MS_BIND, ""); err != nil {
+			t.Fatal(err)
+		}
+		_, err := s.Unpublish(t.Context(), ref.String())
+		if unmounted := unix.Unmount(s.path(file), 0); err == nil || unmounted != nil {
+			t.Errorf("%s: %v, %v", file, err, unmounted)
+		}
+		if _, err := s.ResolveIn("a", ref.String()); err != nil {
+			t.Errorf("the name is gone where %s was not written: %v", file, err)
+		}
+	}
+	if _, err := s.Unpublish(t.Context(), ref.String()); err != nil {
+		t.Error(err)
+	}
+	wantNotHere(t, s, "a", ref.String(), string(digestOf(t, img)))
+}
+
+// TestManyPartsOfConfig: a configuration takes so much memory at most, whatever is in it.
+func TestManyPartsOfConfig(t *testing.T) {
+	r := newRegistry(t, plainHTTP)
+	config := `{"os":"linux","architecture":"amd64","history":[` + strings.Repeat("{},", 7<<20/3) + `{}]}`
+	digest := newDigest(sha256.Sum256([]byte(config)))
+	manifest := fmt.Sprintf(`{"schemaVersion":2,"mediaType":%q,"config":{"mediaType":%q,"digest":%q,"size":%d},"layers":[]}`,
+		types.OCIManifestSchema1, types.OCIConfigJSON, digest, len(config))
+	r.set(func(w http.ResponseWriter, req *http.Request) bool {
+		switch {
+		case strings.Contains(req.URL.Path, "/manifests/"):
+			w.Header().Set("Content-Type", string(types.OCIManifestSchema1))
+			_, _ = io.WriteString(w, manifest)
+		case strings.Contains(req.URL.Path, "/blobs/"):
+			_, _ = io.WriteString(w, config)
+		default:
+			return false
+		}
+		return true
+	})
+	s, o, ref := newStore(t), r.tenant(t, "a", ""), mustRef(t, r.host+"/app:1")
+	var err error
+	bytes := allocated(func() { _, err = s.Pull(t.Context(), ref, o) })
+	if err == nil || bytes > 128<<20 {
+		t.Errorf("%d bytes were allocated, %.200v", bytes, err)
+	}
 }

@@ -77,15 +77,18 @@ func (s *Store) unname(c catalog, d Digest, text string) error {
 			last = false
 		}
 	}
-	err := s.changeNames(func(n map[string]Digest) {
+	// The names are the last to go: by one of them whoever was killed in between can be told
+	// again to take it away. Without a name the image would stay published unseen.
+	if last {
+		if err := s.changeRights(func(r rights) { r.publish(d, false) }); err != nil {
+			return err
+		}
+	}
+	return s.changeNames(func(n map[string]Digest) {
 		for _, name := range gone {
 			delete(n, name)
 		}
 	})
-	if err == nil && last {
-		err = s.changeRights(func(r rights) { r.publish(d, false) })
-	}
-	return err
 }
 
 // RemoveIn takes a name away from a namespace, and deletes the image if nobody else has

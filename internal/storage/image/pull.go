@@ -1,6 +1,7 @@
 package image
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -226,6 +227,9 @@ type manifest struct {
 // Bounds of what is read into memory.
 const (
 	maxConfig = 8 << 20
+	// maxCommas is how many parts a configuration may have. Each takes up to a hundred bytes of
+	// memory, however short it is.
+	maxCommas = 1 << 18
 	maxLayers = 1024
 )
 
@@ -262,6 +266,13 @@ func readManifest(img v1.Image, platform Platform) (*manifest, error) {
 	digest, err := ParseDigest(raw.String())
 	if err != nil {
 		return nil, err
+	}
+	text, err := img.RawConfigFile()
+	if err == nil && bytes.Count(text, []byte(",")) > maxCommas {
+		err = fmt.Errorf("it has more than %d parts", maxCommas)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read its configuration: %w", err)
 	}
 	config, err := img.ConfigFile()
 	if err != nil {
