@@ -55,3 +55,20 @@ func TestUseWakesNoOther(t *testing.T) {
 		t.Errorf("it is %s", now.State)
 	}
 }
+
+// TestUseSuccessor: whoever asks for a sandbox by its name gets the one that has it now, also
+// while the stream of the one before is held.
+func TestUseSuccessor(t *testing.T) {
+	u := newUseClient(t, &nodev1.ClaimSandboxRequest{})
+	for range 20 {
+		s := managertest.Must(u.service.Use(t.Context(), u.key))(t)
+		s.Close()
+		managertest.Must(u.KillSandbox(u.ctx, &nodev1.KillSandboxRequest{Name: "a"}))(t)
+		now := managertest.Must(u.ClaimSandbox(u.ctx, &nodev1.ClaimSandboxRequest{Name: "a", Pool: "pool"}))(t)
+		s, err := u.service.Use(t.Context(), u.key)
+		if err != nil || string(s.Record().ID) != now.GetId() {
+			t.Fatalf("%+v, %v", s, err)
+		}
+		s.Close()
+	}
+}
