@@ -169,16 +169,17 @@ func (m *Manager) partsWanted(digest string) (wanted bool, err error) {
 
 // tryFetch is one attempt to fetch. Without an error the snapshot is there.
 func (m *Manager) tryFetch(ctx context.Context, run *build, b *sandbox.Build) error {
-	release, err := m.fetchTurns.take(ctx, b.Template.Namespace)
-	if err != nil {
-		return err
-	}
-	defer release()
+	// Those who wait for another fetch of the same snapshot keep nobody else from one.
 	done, err := m.partsTurns.take(ctx, b.Fetch.Digest)
 	if err != nil {
 		return err
 	}
 	defer done()
+	release, err := m.fetchTurns.take(ctx, b.Template.Namespace)
+	if err != nil {
+		return err
+	}
+	defer release()
 	b.Attempts++
 	if m.cfg.Peers == nil {
 		return errFetchesNone()

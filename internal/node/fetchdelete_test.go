@@ -54,6 +54,43 @@ func TestDeleteWhileOtherFetches(t *testing.T) {
 	b.wantNothingLeft()
 }
 
+// TestFetchBesideSame: templates that wait for the same snapshot keep no other one waiting.
+func TestFetchBesideSame(t *testing.T) {
+	w := newWires()
+	a, b := newFetchNode(t, w, "a"), newFetchNode(t, w, "b")
+	o := a.build()
+	third := fetchOf(o, "a")
+	third.Name, third.Spec.MilliCPUs = "third", 2000
+	sure(a.ApplyTemplate(t.Context(), third.Key, third.Spec))(t)
+	if third.Offer = a.offer(a.until(third.Key, over)); third.Offer.Digest == o.Digest {
+		t.Fatal("the same snapshot")
+	}
+	pulling, release := make(chan struct{}), make(chan struct{})
+	w.pull = func(string, PullRequest) (*snapshot.Snapshot, error) {
+		close(pulling)
+		<-release
+		return nil, errors.New("no such pack")
+	}
+	first := fetchOf(o)
+	first.Pack = "registry.example.com/team/py:1"
+	sure(b.FetchTemplate(t.Context(), first))(t)
+	defer close(release)
+	<-pulling
+	for n := range fetches {
+		same := fetchOf(o, "a")
+		same.Name = sandbox.Name(fmt.Sprintf("same-%d", n))
+		sure(b.FetchTemplate(t.Context(), same))(t)
+		b.mu.Lock()
+		run := b.builds[buildKey{Template: same.Key, Revision: o.Revision, Stage: sandbox.AfterReady}]
+		b.mu.Unlock()
+		<-run.begun
+	}
+	sure(b.FetchTemplate(t.Context(), third))(t)
+	if got := b.until(third.Key, over); got.Phase != sandbox.PhaseReady {
+		t.Errorf("%+v", got)
+	}
+}
+
 // TestDropBeforeBegun: a build that is not wanted any more before it has begun leaves nothing.
 func TestDropBeforeBegun(t *testing.T) {
 	w := newWires()
