@@ -4,8 +4,10 @@ import (
 	"context"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	nodev1 "agentrun.dev/api/node/v1"
 	"agentrun.dev/internal/node/managertest"
@@ -70,5 +72,33 @@ func TestUseSuccessor(t *testing.T) {
 			t.Fatalf("%+v, %v", s, err)
 		}
 		s.Close()
+	}
+}
+
+// TestUseCountsOnce: a call that finds another sandbox under the name takes nothing from the
+// uses of that one.
+func TestUseCountsOnce(t *testing.T) {
+	var service beforeUse
+	u := newUseClient(t, &nodev1.ClaimSandboxRequest{}, func(cfg *server.Config) {
+		service.Service, cfg.Service = cfg.Service, &service
+	})
+	s := u.use()
+	replace := func() {
+		service.do.Store(nil)
+		managertest.Must(u.KillSandbox(u.ctx, &nodev1.KillSandboxRequest{Name: "a"}))(t)
+		managertest.Must(u.ClaimSandbox(u.ctx, &nodev1.ClaimSandboxRequest{Name: "a", Pool: "pool", Lifetime: &nodev1.Lifetime{
+			IdleTimeout: durationpb.New(200 * time.Millisecond), OnTimeout: nodev1.TimeoutAction_TIMEOUT_ACTION_HIBERNATE,
+		}}))(t)
+	}
+	service.do.Store(&replace)
+	if out, err := shell(t.Context(), s, "echo ghost"); err == nil {
+		t.Errorf("%q of a sandbox that has ended", out)
+	}
+	<-s.Agent().Done()
+	// Longer than the timeout: it would be cut off by the hibernation.
+	now := managertest.Must(u.Manager.Use(t.Context(), u.key))(t)
+	defer now.Close()
+	if out, err := shell(t.Context(), now, "sleep 0.6; echo awake"); err != nil || out != "awake\n" {
+		t.Errorf("it idles while it is used: %q, %v", out, err)
 	}
 }
