@@ -191,6 +191,9 @@ func (m *Manager) endDropped(dropped []sandbox.Build) (ended []*build, err error
 			delete(m.builds, keyOf(b)) // another of the same key can be started at once
 			ended = append(ended, run)
 		}
+		if b.Fetch != nil && !m.closed { // one that has not begun yet never removes it
+			m.work.Go(func() { m.dropOrder(b) })
+		}
 	}
 	m.mu.Unlock()
 	for _, b := range dropped {

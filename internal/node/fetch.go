@@ -134,38 +134,52 @@ func (m *Manager) dropOrder(b sandbox.Build) {
 	if errors.Is(err, fs.ErrNotExist) {
 		err = nil
 	}
-	done, turnErr := m.partsTurns.take(m.ctx, b.Fetch.Digest)
-	if turnErr != nil { // the daemon ends
-		return
-	}
-	defer done()
-	wanted := false
-	err = errors.Join(err, m.db.View(func(tx *journal.Tx) error {
-		return builds.Each(tx, "", func(_ string, other sandbox.Build) error {
-			wanted = wanted || other.Fetch != nil && other.Fetch.Digest == b.Fetch.Digest
-			return nil
-		})
-	}))
-	if !wanted {
-		err = errors.Join(err, os.RemoveAll(m.partsDir(b.Fetch.Digest)))
-	}
-	if err != nil {
+	if err = errors.Join(err, m.dropParts(b.Fetch.Digest)); err != nil && m.ctx.Err() == nil {
 		m.cfg.Log.Error("remove what was fetched", "template", b.Template, "error", err)
 	}
 }
 
-// tryFetch is one attempt to fetch. Without an error the snapshot is there.
-func (m *Manager) tryFetch(ctx context.Context, run *build, b *sandbox.Build) error {
-	release, err := m.fetchTurns.take(ctx, b.Template.Namespace)
+// dropParts removes what was fetched of a snapshot, unless another build is to have it.
+func (m *Manager) dropParts(digest string) error {
+	// Whoever fetches it may take hours, and removes it then: that is not waited for.
+	if wanted, err := m.partsWanted(digest); wanted || err != nil {
+		return err
+	}
+	done, err := m.partsTurns.take(m.ctx, digest)
 	if err != nil {
 		return err
 	}
-	defer release()
+	defer done()
+	if wanted, err := m.partsWanted(digest); wanted || err != nil {
+		return err
+	}
+	return os.RemoveAll(m.partsDir(digest))
+}
+
+// partsWanted reports whether a build in the journal is to fetch a snapshot.
+func (m *Manager) partsWanted(digest string) (wanted bool, err error) {
+	err = m.db.View(func(tx *journal.Tx) error {
+		return builds.Each(tx, "", func(_ string, b sandbox.Build) error {
+			wanted = wanted || b.Fetch != nil && b.Fetch.Digest == digest
+			return nil
+		})
+	})
+	return wanted, err
+}
+
+// tryFetch is one attempt to fetch. Without an error the snapshot is there.
+func (m *Manager) tryFetch(ctx context.Context, run *build, b *sandbox.Build) error {
+	// Those who wait for another fetch of the same snapshot keep nobody else from one.
 	done, err := m.partsTurns.take(ctx, b.Fetch.Digest)
 	if err != nil {
 		return err
 	}
 	defer done()
+	release, err := m.fetchTurns.take(ctx, b.Template.Namespace)
+	if err != nil {
+		return err
+	}
+	defer release()
 	b.Attempts++
 	if m.cfg.Peers == nil {
 		return errFetchesNone()
@@ -270,15 +284,7 @@ func (m *Manager) fetch(ctx context.Context, run *build, b sandbox.Build, what o
 			return progress, err
 		}
 		if b.Fetch.Pack == "" {
-			var missing *peer.MissingError
-			switch {
-			case !errors.As(err, &missing):
-			case missing.Busy: // it is tried until it is its turn
-				err = sandbox.Errorf(sandbox.CodeCapacity, "the nodes that have the snapshot serve others").Because("%v", err)
-			default:
-				err = fmt.Errorf("%w: %w", ErrInterrupted, err)
-			}
-			return progress, err
+			return progress, whyNotFetched(err)
 		}
 		_, _ = fmt.Fprintf(run.log, "== %v\n", err) // for people
 	}
@@ -294,6 +300,20 @@ func (m *Manager) fetch(ctx context.Context, run *build, b sandbox.Build, what o
 		return progress, err
 	}
 	return true, snap.Close()
+}
+
+// whyNotFetched tells attempts that have failed because of peers from others.
+func whyNotFetched(err error) error {
+	var missing *peer.MissingError
+	switch {
+	case errors.Is(err, peer.ErrLate): // the next one goes on with what has come
+		return fmt.Errorf("%w: %w", ErrInterrupted, err)
+	case !errors.As(err, &missing):
+		return err
+	case missing.Busy: // it is tried until it is its turn
+		return sandbox.Errorf(sandbox.CodeCapacity, "the nodes that have the snapshot serve others").Because("%v", err)
+	}
+	return fmt.Errorf("%w: %w", ErrInterrupted, err)
 }
 
 // lend finds a snapshot of a template that has a layer; nil is none.

@@ -13,6 +13,7 @@ type use struct {
 	member  *member
 	machine engine.Sandbox
 	record  sandbox.Sandbox
+	closed  bool // protected by the member's mu
 }
 
 var _ sandbox.Session = (*use)(nil)
@@ -73,11 +74,15 @@ func (b *member) use() *use {
 	return &use{member: b, machine: b.machine, record: *b.record}
 }
 
-// Close implements sandbox.Session.
+// Close implements sandbox.Session. Only the first call counts.
 func (u *use) Close() {
 	b := u.member
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if u.closed {
+		return
+	}
+	u.closed = true
 	b.users--
 	if b.users == 0 {
 		b.arm()

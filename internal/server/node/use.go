@@ -93,6 +93,9 @@ func (u *using) run(when sandbox.Precondition) error {
 		return err
 	}
 	u.id = looked.ID
+	session, end := context.WithCancel(u.ctx)
+	defer end()
+	u.end = end
 	s, err := u.use(u.ctx)
 	if err != nil {
 		return err
@@ -102,9 +105,7 @@ func (u *using) run(when sandbox.Precondition) error {
 	if err := u.stream.awake(0, record, nil); err != nil {
 		return err
 	}
-	session, end := context.WithCancel(u.ctx)
-	defer end()
-	u.end, u.idle = end, time.AfterFunc(idleStream, u.idled)
+	u.idle = time.AfterFunc(idleStream, u.idled)
 	defer u.idle.Stop()
 	defer context.AfterFunc(u.serving, u.close)()
 	served := make(chan error, 1)
@@ -129,17 +130,27 @@ func (u *using) run(when sandbox.Precondition) error {
 }
 
 // use begins to use the sandbox that the stream is for. If it has ended, so does the
-// stream.
-func (u *using) use(ctx context.Context) (*server.Session, error) {
-	s, err := u.Use(ctx, u.key)
-	if err == nil && s.Record().ID != u.id {
+// stream; another one that has its name sleeps on.
+func (u *using) use(ctx context.Context) (s *server.Session, err error) {
+	now, err := u.Sandbox(ctx, u.key)
+	if err == nil && now.ID != u.id {
+		err = u.another()
+	}
+	if err == nil {
+		s, err = u.Use(ctx, u.key)
+	}
+	if err == nil && s.Record().ID != u.id { // it has got the name just now
 		s.Close()
-		err = sandbox.Errorf(sandbox.CodeEnded, "sandbox %s has ended", u.key.Name).Because("another one has its name")
+		s, err = nil, u.another()
 	}
 	if sandbox.HasCode(err, sandbox.CodeEnded) || sandbox.HasCode(err, sandbox.CodeNotFound) {
 		u.finish(err)
 	}
 	return s, err
+}
+
+func (u *using) another() error {
+	return sandbox.Errorf(sandbox.CodeEnded, "sandbox %s has ended", u.key.Name).Because("another one has its name")
 }
 
 // finish ends the stream; the first cause counts.

@@ -159,9 +159,12 @@ func (s *Service) Use(ctx context.Context, k sandbox.Key) (sandbox.Session, erro
 		if err == nil {
 			return &session{service: s, held: h, record: record}, nil
 		}
+		// An open stream may be that of a sandbox that has ended, and another one have its name
+		// by now: that has another stream, and only a new one can tell that there is none.
 		ended := errors.Is(err, errStreamEnded)
-		if ended || sandbox.HasCode(err, sandbox.CodeEnded) || sandbox.HasCode(err, sandbox.CodeNotFound) {
-			h.forget() // whatever has the name next has another stream
+		if gone := sandbox.HasCode(err, sandbox.CodeEnded) || sandbox.HasCode(err, sandbox.CodeNotFound); ended || gone {
+			h.forget()
+			ended = ended || h.err == nil
 		}
 		h.leave()
 		if ctx.Err() != nil {

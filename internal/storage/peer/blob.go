@@ -118,6 +118,10 @@ func (f *fetch) distrust(b Blob, why string) error {
 	if err := os.Remove(f.file(b) + listSuffix); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
+	f.mu.Lock() // what nobody can use is no progress
+	f.result.Fetched -= f.counted[b.Digest]
+	delete(f.counted, b.Digest)
+	f.mu.Unlock()
 	if by != nil {
 		f.say("%s is left out: %s (%.12s)", by.Name(), why, b.Digest)
 		by.blame(errors.New(why))
@@ -408,6 +412,7 @@ func (w *fill) came(n uint32, size uint64) {
 	if first {
 		w.fetch.mu.Lock()
 		w.result.Fetched += size
+		w.fetch.counted[w.blob.Digest] += size
 		w.fetch.mu.Unlock()
 	}
 	if done {

@@ -56,12 +56,18 @@ type Options struct {
 	// late is after how long others are asked, too, for what a peer was asked for; 0 is a
 	// quarter of Stall.
 	late time.Duration
+	// least is how long a fetch of nothing may take; 0 is the constant.
+	least time.Duration
 }
+
+// ErrLate says that an attempt has taken as long as one may. What has come is there for the next.
+var ErrLate = errors.New("an attempt may not take longer")
 
 // Result is what a fetch took.
 type Result struct {
-	// Fetched is how many bytes of content have come, Found how many of what an earlier
-	// attempt had fetched were there, Lent what other snapshots here had.
+	// Fetched is how many bytes of content have come, without those whose list of digests was
+	// found to be wrong. Found is how many of what an earlier attempt had fetched were there,
+	// Lent what other snapshots here had.
 	Fetched, Found, Lent uint64
 }
 
@@ -112,9 +118,14 @@ func Fetch(ctx context.Context, m snapshot.Manifest, parts, dir string, o Option
 	for _, b := range f.blobs {
 		size += b.Size
 	}
-	ctx, cancel := context.WithTimeout(ctx, least+time.Duration(size/PartSize)*time.Second)
+	defer f.giveBackLent()
+	most := f.least + time.Duration(size/PartSize)*time.Second
+	ctx, cancel := context.WithTimeoutCause(ctx, most, ErrLate)
 	defer cancel()
 	snap, err := f.all(ctx, dir)
+	if err != nil && errors.Is(context.Cause(ctx), ErrLate) {
+		err = fmt.Errorf("%w: %v: %w", ErrLate, most, err)
+	}
 	if err != nil {
 		err = fmt.Errorf("fetch snapshot %s: %w", f.id, err)
 	}
@@ -129,11 +140,13 @@ type fetch struct {
 	blobs    []Blob
 	dir      string
 	sources  []*source
-	lent     map[layer.Digest]bool
-	told     map[layer.Digest]told // the digests of parts of blobs
+	lent     map[layer.Digest]*snapshot.Snapshot // which of lenders has a layer, whole
+	lenders  []*snapshot.Snapshot                // open until the end
+	told     map[layer.Digest]told               // the digests of parts of blobs
 
-	mu     sync.Mutex // protects result
-	result Result
+	mu      sync.Mutex // protects all following fields
+	result  Result
+	counted map[layer.Digest]uint64 // how much of result.Fetched is of a blob
 }
 
 // source is a peer, and why it is not asked any more.
@@ -203,7 +216,8 @@ func newFetch(m snapshot.Manifest, dir string, o Options) (*fetch, error) {
 	if err != nil {
 		return nil, err
 	}
-	f := &fetch{Options: o, id: id, manifest: m, blobs: Blobs(m), dir: dir, lent: map[layer.Digest]bool{}, told: map[layer.Digest]told{}}
+	f := &fetch{Options: o, id: id, manifest: m, blobs: Blobs(m), dir: dir,
+		lent: map[layer.Digest]*snapshot.Snapshot{}, told: map[layer.Digest]told{}, counted: map[layer.Digest]uint64{}}
 	for _, b := range f.blobs {
 		if err := b.check(); err != nil {
 			return nil, err
@@ -221,6 +235,9 @@ func newFetch(m snapshot.Manifest, dir string, o Options) (*fetch, error) {
 	if f.late == 0 {
 		f.late = f.Stall / 4
 	}
+	if f.least == 0 {
+		f.least = least
+	}
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
 		return nil, err
 	}
@@ -233,7 +250,8 @@ func (f *fetch) say(format string, args ...any) {
 }
 
 // all fetches all blobs and makes the snapshot. A blob whose list of digests was wrong is
-// fetched again, with another peer's list: each time a peer less is asked.
+// fetched again, with another peer's list: each time a peer less is asked. So is one that was
+// lent by a snapshot that has been removed since, unless another one lends it.
 func (f *fetch) all(ctx context.Context, dir string) (*snapshot.Snapshot, error) {
 	for {
 		for i, b := range f.blobs {
@@ -242,6 +260,11 @@ func (f *fetch) all(ctx context.Context, dir string) (*snapshot.Snapshot, error)
 			}
 		}
 		snap, err := f.commit(dir)
+		var gone *goneError
+		if errors.As(err, &gone) {
+			f.forgetLent(gone.ref)
+			continue
+		}
 		var bad *damagedError
 		if !errors.As(err, &bad) {
 			return snap, err
@@ -293,8 +316,8 @@ func (f *fetch) commit(dir string) (*snapshot.Snapshot, error) {
 	}
 	snap, err := snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) {
 		for _, ref := range f.manifest.Layers() {
-			if f.lent[ref.Digest] {
-				if err := f.link(b, ref); err != nil {
+			if from := f.lent[ref.Digest]; from != nil {
+				if err := link(b, ref, from); err != nil {
 					return nil, err
 				}
 				continue
@@ -318,39 +341,81 @@ func (f *fetch) commit(dir string) (*snapshot.Snapshot, error) {
 	return snap, nil
 }
 
-// link shares a layer that another snapshot here has.
-func (f *fetch) link(b *snapshot.Builder, ref layer.Ref) error {
-	from := f.Lend(ref)
-	if from == nil {
-		return fmt.Errorf("layer %s: the snapshot that had it has gone", ref.Digest)
-	}
-	return errors.Join(b.LinkLayer(ref, from), from.Close())
+// goneError is a layer that its lender does not have any more: its template was deleted, say.
+type goneError struct {
+	ref layer.Ref
+	err error
 }
 
-// borrow reports whether a snapshot here has a layer, whole.
+func (e *goneError) Error() string { return fmt.Sprintf("layer %s was lent: %v", e.ref.Digest, e.err) }
+
+// link shares a layer of the snapshot that lends it.
+func link(b *snapshot.Builder, ref layer.Ref, from *snapshot.Snapshot) error {
+	err := b.LinkLayer(ref, from)
+	if errors.Is(err, os.ErrNotExist) || errors.Is(err, layer.ErrDamaged) {
+		return &goneError{ref, err}
+	}
+	return err
+}
+
+// borrow reports whether a snapshot here has a layer, whole. It stays open: what is linked at the
+// end is what was hashed.
 func (f *fetch) borrow(ctx context.Context, b Blob) bool {
-	if f.lent[b.Digest] {
+	if f.lent[b.Digest] != nil {
 		return true
+	}
+	if b == Blob(f.manifest.State) {
+		return false
+	}
+	for _, from := range f.lenders {
+		if slices.Contains(from.Manifest().Layers(), layer.Ref(b)) && f.borrowFrom(ctx, b, from) {
+			return true
+		}
 	}
 	from := lendOf(f.Lend, f.manifest, b)
 	if from == nil {
 		return false
 	}
-	defer func() { _ = from.Close() }() // only read from
+	if f.borrowFrom(ctx, b, from) {
+		f.lenders = append(f.lenders, from)
+		return true
+	}
+	_ = from.Close() // only read from
+	return false
+}
+
+// borrowFrom takes a layer of a snapshot, if it is there and whole. If not it is fetched.
+func (f *fetch) borrowFrom(ctx context.Context, b Blob, from *snapshot.Snapshot) bool {
 	in, err := from.OpenLayer(layer.Ref(b))
 	if err != nil {
-		return false // it is fetched instead
+		return false
 	}
-	defer func() { _ = in.Close() }() // likewise
+	defer func() { _ = in.Close() }() // only read from
 	if layer.Copy(ctx, io.Discard, in, layer.Ref(b)) != nil {
 		return false
 	}
-	f.lent[b.Digest] = true
+	f.lent[b.Digest] = from
 	f.mu.Lock()
 	f.result.Lent += b.Size
 	f.mu.Unlock()
 	f.say("layer %.12s is here", b.Digest)
 	return true
+}
+
+// forgetLent is that a layer that was lent is not here any more.
+func (f *fetch) forgetLent(ref layer.Ref) {
+	delete(f.lent, ref.Digest)
+	f.mu.Lock()
+	f.result.Lent -= ref.Size
+	f.mu.Unlock()
+	f.say("layer %.12s is not here any more", ref.Digest)
+}
+
+// giveBackLent closes what was lent.
+func (f *fetch) giveBackLent() {
+	for _, from := range f.lenders {
+		_ = from.Close() // only read from
+	}
 }
 
 func (f *fetch) file(b Blob) string { return filepath.Join(f.dir, b.Digest.String()) }
