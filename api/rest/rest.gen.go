@@ -1533,6 +1533,9 @@ type Node struct {
 	// Id The node's name: as it was configured, or made up once.
 	Id string `json:"id"`
 
+	// Images Digests of the images on the node, of all namespaces, sorted; at most 1,000.
+	Images []string `json:"images"`
+
 	// Reserved Bytes that they have reserved: those of sandboxes, of pools and of builds.
 	Reserved int64 `json:"reserved"`
 

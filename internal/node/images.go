@@ -13,6 +13,19 @@ type ImageStore interface {
 	Images(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Image, error)
 	Publish(ctx context.Context, r sandbox.PublishRequest) (sandbox.Image, error)
 	Unpublish(ctx context.Context, image string) error
+	// Digests are those of the first images that are on the node, of all namespaces, sorted.
+	Digests(most int) ([]string, error)
+}
+
+// shownImages is how many images a node's status names: it is sent with each change.
+const shownImages = 1000
+
+// imageDigests are the digests in a node's status.
+func (m *Manager) imageDigests() ([]string, error) {
+	if m.cfg.Images == nil {
+		return nil, nil
+	}
+	return m.cfg.Images.Digests(shownImages)
 }
 
 // images is where images are, or says that nothing is known of them.

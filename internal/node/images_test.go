@@ -108,3 +108,19 @@ func TestLoginsWithoutKey(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// fewImages is a store of images that gives as many as it is asked for.
+type fewImages struct{ ImageStore }
+
+func (fewImages) Digests(most int) ([]string, error) { return make([]string, most), nil }
+
+// TestNodeNamesImages: a node's status names the images on the node, of which there are not too
+// many for a message.
+func TestNodeNamesImages(t *testing.T) {
+	m := daemon(t, t.TempDir(), nodetest.NewHost(t), func(c *Config) { c.Images = fewImages{} })
+	defer func() { must(t, m.Close()) }()
+	n, err := m.Node(t.Context())
+	if err != nil || len(n.Images) != shownImages {
+		t.Errorf("%d images, %v", len(n.Images), err)
+	}
+}

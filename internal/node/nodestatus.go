@@ -29,6 +29,9 @@ func (m *Manager) Node(context.Context) (sandbox.NodeStatus, error) {
 	if err == nil {
 		n.Snapshots, err = m.tally.nodeSnapshots(m.digest)
 	}
+	if err == nil {
+		n.Images, err = m.imageDigests()
+	}
 	if n.Cordon != nil && n.Cordon.Drain && err == nil {
 		n.Cordon.Sealed, err = m.sealed()
 	}

@@ -59,6 +59,8 @@ type NodeStatus struct {
 	StartsWaiting, BuildsWaiting int
 	// Snapshots are those of the templates that are built.
 	Snapshots []NodeSnapshot
+	// Images are the digests of the images on the node, at most 1,000 of them.
+	Images []string
 	// Cordon is why the node takes nothing new; nil is a node that does.
 	Cordon *Cordon
 	// Features are what its API has beyond the first version of that.

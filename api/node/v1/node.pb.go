@@ -585,9 +585,12 @@ type NodeStatus struct {
 	// Missing: it takes everything.
 	Cordon *Cordon `protobuf:"bytes,18,opt,name=cordon,proto3" json:"cordon,omitempty"`
 	// The processor as sandboxes see it: the profile says which of its features they have.
-	CpuProfile    string   `protobuf:"bytes,19,opt,name=cpu_profile,json=cpuProfile,proto3" json:"cpu_profile,omitempty"`
-	CpuVendor     string   `protobuf:"bytes,20,opt,name=cpu_vendor,json=cpuVendor,proto3" json:"cpu_vendor,omitempty"`
-	CpuFeatures   []string `protobuf:"bytes,21,rep,name=cpu_features,json=cpuFeatures,proto3" json:"cpu_features,omitempty"`
+	CpuProfile  string   `protobuf:"bytes,19,opt,name=cpu_profile,json=cpuProfile,proto3" json:"cpu_profile,omitempty"`
+	CpuVendor   string   `protobuf:"bytes,20,opt,name=cpu_vendor,json=cpuVendor,proto3" json:"cpu_vendor,omitempty"`
+	CpuFeatures []string `protobuf:"bytes,21,rep,name=cpu_features,json=cpuFeatures,proto3" json:"cpu_features,omitempty"`
+	// Digests of the images on the node, of all namespaces, sorted; at most 1,000. That an image
+	// came or went is told with the next change of the node.
+	Images        []string `protobuf:"bytes,22,rep,name=images,proto3" json:"images,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -765,6 +768,13 @@ func (x *NodeStatus) GetCpuVendor() string {
 func (x *NodeStatus) GetCpuFeatures() []string {
 	if x != nil {
 		return x.CpuFeatures
+	}
+	return nil
+}
+
+func (x *NodeStatus) GetImages() []string {
+	if x != nil {
+		return x.Images
 	}
 	return nil
 }
@@ -8708,7 +8718,7 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x14\n" +
 	"\x05cause\x18\x03 \x01(\tR\x05cause\x12 \n" +
 	"\vremediation\x18\x04 \x01(\tR\vremediation\"\x10\n" +
-	"\x0eGetNodeRequest\"\xe8\x05\n" +
+	"\x0eGetNodeRequest\"\x80\x06\n" +
 	"\n" +
 	"NodeStatus\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x1a\n" +
@@ -8736,7 +8746,8 @@ const file_agentrun_node_v1_node_proto_rawDesc = "" +
 	"cpuProfile\x12\x1d\n" +
 	"\n" +
 	"cpu_vendor\x18\x14 \x01(\tR\tcpuVendor\x12!\n" +
-	"\fcpu_features\x18\x15 \x03(\tR\vcpuFeatures\"\xc1\x01\n" +
+	"\fcpu_features\x18\x15 \x03(\tR\vcpuFeatures\x12\x16\n" +
+	"\x06images\x18\x16 \x03(\tR\x06images\"\xc1\x01\n" +
 	"\fNodeSnapshot\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x1a\n" +
 	"\btemplate\x18\x02 \x01(\tR\btemplate\x12\x1a\n" +

@@ -14,7 +14,7 @@ func FromNode(n sandbox.NodeStatus) *nodev1.NodeStatus {
 		Checkpoints: uint32(n.Checkpoints), CheckpointBytes: n.CheckpointBytes, ResourceVersion: n.ResourceVersion,
 		NodeId: n.ID, BootId: n.Boot, StateId: n.State, Features: n.Features,
 		StartsWaiting: uint32(n.StartsWaiting), BuildsWaiting: uint32(n.BuildsWaiting),
-		CpuProfile: n.CPU.Profile, CpuVendor: n.CPU.Vendor, CpuFeatures: n.CPU.Features,
+		CpuProfile: n.CPU.Profile, CpuVendor: n.CPU.Vendor, CpuFeatures: n.CPU.Features, Images: n.Images,
 	}
 	for _, s := range n.Snapshots {
 		out.Snapshots = append(out.Snapshots, &nodev1.NodeSnapshot{
@@ -40,7 +40,7 @@ func ToNode(g *nodev1.NodeStatus) (sandbox.NodeStatus, error) {
 		Sandboxes: int(g.GetSandboxes()), Hibernated: int(g.GetHibernated()),
 		Checkpoints: int(g.GetCheckpoints()), CheckpointBytes: g.GetCheckpointBytes(),
 		StartsWaiting: int(g.GetStartsWaiting()), BuildsWaiting: int(g.GetBuildsWaiting()),
-		CPU: sandbox.CPU{Profile: g.GetCpuProfile(), Vendor: g.GetCpuVendor(), Features: g.GetCpuFeatures()},
+		CPU: sandbox.CPU{Profile: g.GetCpuProfile(), Vendor: g.GetCpuVendor(), Features: g.GetCpuFeatures()}, Images: g.GetImages(),
 	}
 	for _, s := range g.GetSnapshots() {
 		n.Snapshots = append(n.Snapshots, sandbox.NodeSnapshot{

@@ -14,6 +14,7 @@ func FromNode(n sandbox.NodeStatus) rest.Node {
 		Engine: n.Engine, Capacity: int64(n.Capacity), Reserved: int64(n.Reserved), Sandboxes: n.Sandboxes, Hibernated: n.Hibernated,
 		Checkpoints: n.Checkpoints, CheckpointBytes: int64(n.CheckpointBytes),
 		StartsWaiting: n.StartsWaiting, BuildsWaiting: n.BuildsWaiting, Snapshots: []rest.NodeSnapshot{},
+		Images: append([]string{}, n.Images...),
 	}
 	for _, s := range n.Snapshots {
 		out.Snapshots = append(out.Snapshots, rest.NodeSnapshot{
@@ -38,7 +39,7 @@ func ToNode(g rest.Node) (sandbox.NodeStatus, error) {
 		CPU:    sandbox.CPU{Profile: g.Cpu.Profile, Vendor: g.Cpu.Vendor, Features: g.Cpu.Features},
 		Engine: g.Engine, Capacity: r.Size("capacity", g.Capacity), Reserved: r.Size("reserved", g.Reserved),
 		Sandboxes: g.Sandboxes, Hibernated: g.Hibernated, Checkpoints: g.Checkpoints, CheckpointBytes: r.Size("checkpointBytes", g.CheckpointBytes),
-		StartsWaiting: g.StartsWaiting, BuildsWaiting: g.BuildsWaiting,
+		StartsWaiting: g.StartsWaiting, BuildsWaiting: g.BuildsWaiting, Images: g.Images,
 	}
 	for _, s := range g.Snapshots {
 		n.Snapshots = append(n.Snapshots, sandbox.NodeSnapshot{

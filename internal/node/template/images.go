@@ -23,6 +23,15 @@ func (i Images) Images(n sandbox.Namespace, p sandbox.Page) (out []sandbox.Image
 	return out, err
 }
 
+// Digests are those of the first images on the node.
+func (i Images) Digests(most int) (out []string, err error) {
+	all, err := i.Store.Digests()
+	for _, d := range all[:min(len(all), most)] {
+		out = append(out, string(d))
+	}
+	return out, err
+}
+
 func shown(img *image.Image, published bool) sandbox.Image {
 	return sandbox.Image{
 		Digest: string(img.Digest), Names: img.Names, Published: published, Platform: img.Platform, Size: uint64(img.Size()), Stored: img.Stored,

@@ -100,6 +100,11 @@ func TestImagesOfNamespaces(t *testing.T) {
 	if err != nil || !pulled {
 		t.Fatalf("%v, %v", pulled, err)
 	}
+	for most, want := range map[int]int{0: 0, 1: 1, 2: 1} {
+		if got, err := images.Digests(most); err != nil || len(got) != want || want > 0 && got[0] != digest {
+			t.Errorf("of %d images: %v, %v", most, got, err)
+		}
+	}
 	if again, pulled, err := find(t, b, "a", name, ""); err != nil || pulled || again != digest {
 		t.Errorf("again: %s, %v, %v", again, pulled, err)
 	}

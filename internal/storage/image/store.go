@@ -211,6 +211,9 @@ func (s *Store) resolve(n names, text string, may func(Digest) bool) (Digest, er
 }
 
 // digests lists all images.
+// Digests returns the digests of all images in the store, sorted.
+func (s *Store) Digests() ([]Digest, error) { return s.digests() }
+
 func (s *Store) digests() ([]Digest, error) {
 	entries, err := os.ReadDir(s.path(rootsName))
 	if err != nil {
