@@ -106,11 +106,13 @@ func (s *stream) answered(g *nodev1.AwakeSandbox) {
 	}
 }
 
-// Write implements io.Writer.
+// Write implements io.Writer. If the node has ended the stream, it succeeds and Read says why: an
+// error here would have the session close the stream before Read has got the node's answer.
 func (s *stream) Write(p []byte) (int, error) {
 	for sent := 0; sent < len(p); sent += maxData {
 		part := p[sent:min(len(p), sent+maxData)]
-		if err := s.send(&nodev1.UseSandboxRequest{Request: &nodev1.UseSandboxRequest_Data{Data: part}}); err != nil {
+		err := s.send(&nodev1.UseSandboxRequest{Request: &nodev1.UseSandboxRequest_Data{Data: part}})
+		if err != nil && !errors.Is(err, io.EOF) {
 			return 0, err
 		}
 	}
