@@ -89,9 +89,9 @@ func (c *Config) Authorise(ctx context.Context, p access.Principal, t Target) er
 	return sandbox.NotFound(t.Kind, k)
 }
 
-// MayPublish refuses principals that are not for all namespaces. Only the others may
-// publish or unpublish an image, because that changes all namespaces, or list images
-// without a namespace.
+// MayPublish refuses to publish or unpublish an image if the principal is not for
+// all namespaces: publishing gives an image to all namespaces, and finds it without
+// a namespace.
 func MayPublish(ctx context.Context) error {
 	p := PrincipalOf(ctx)
 	if p.In(access.AllNamespaces) {

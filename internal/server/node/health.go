@@ -23,7 +23,7 @@ type health struct {
 	*nodeAPI
 
 	mu      sync.Mutex     // protects watches
-	watches map[string]int // how many each principal has
+	watches map[string]int // how many each component or user has
 }
 
 // status returns the status of a service; the empty name stands for the whole

@@ -61,7 +61,8 @@ func (s *Service) Uncordon(ctx context.Context) (sandbox.NodeStatus, error) {
 	return read(ctx, nodeconv.ToNode)(s.node.UncordonNode(ctx, &nodev1.UncordonNodeRequest{}))
 }
 
-// all returns the field that says that a list is of all namespaces.
+// all reports whether a list is of all namespaces, which the node's daemon must
+// be able to list.
 func (s *Service) all(ctx context.Context, n sandbox.Namespace) (bool, error) {
 	if n != "" {
 		return false, nil

@@ -63,9 +63,9 @@ func (a *api) tunnel(ctx context.Context, conn *websocket.Conn, inside sandbox.C
 		_ = inside.Close() // never fails
 		return errors.Join(<-out, err)
 	}
-	// A client that sends no more may still leave. CloseRead does not get the
-	// context both: a read whose context ends closes the connection at once,
-	// and the client is to get a close message.
+	// A client that sends no more may still leave. CloseRead gets ctx and not
+	// both: a read whose context ends closes the connection at once, and the
+	// client is to get a close message.
 	left := conn.CloseRead(ctx)
 	stop := context.AfterFunc(left, func() { _ = inside.Close() })
 	defer stop()
