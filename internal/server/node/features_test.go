@@ -27,7 +27,7 @@ type apart struct {
 	grpc.ClientConnInterface
 	lacks feature
 	newer bool
-	asked bool // for what it lacks
+	asked bool // for the missing feature
 }
 
 // refuse answers as a daemon that lacks the feature.
@@ -99,9 +99,9 @@ func (s apartStream) RecvMsg(m any) error {
 	return err
 }
 
-// TestOneVersionApart: a client that is newer than the daemon sends only what came with the
-// features that the daemon has, and says which one it lacks; all else works. One that is
-// older ignores what it does not know.
+// TestOneVersionApart: a client that is newer than the daemon sends only methods and fields
+// of the features that the daemon has, and names the missing feature; all else works. An
+// older client ignores fields that it does not know.
 func TestOneVersionApart(t *testing.T) {
 	c := newNodeClient(t)
 	c.prepare("default")

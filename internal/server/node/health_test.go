@@ -10,8 +10,8 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// TestHealth: whoever is known is told whether the daemon serves, and when that
-// changes; its end is told before the watch ends.
+// TestHealth: every known caller is told whether the daemon serves, and when
+// that changes. The daemon's end is reported before the watch ends.
 func TestHealth(t *testing.T) {
 	var ready server.Readiness
 	n := newMutualNode(t, defaultBounds, func(c *server.Config) { c.Readiness = &ready })

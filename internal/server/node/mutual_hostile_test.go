@@ -36,7 +36,7 @@ func check(ctx context.Context, conn grpc.ClientConnInterface) error {
 	return err
 }
 
-// serves requires that a component that is in earnest gets in, by a new connection.
+// serves requires that an honest component gets in, by a new connection.
 func (n *mutualNode) serves(component string) {
 	n.T.Helper()
 	conn := n.as(component)
@@ -133,8 +133,8 @@ func TestMutualStrangers(t *testing.T) {
 	})
 }
 
-// TestMutualHostileCalls: whatever a component says about a principal, it acts only for
-// whom its role may name, with what it says about them once, in full and in bounds.
+// TestMutualHostileCalls: a component acts only for principals that its role may name,
+// and only if the call names one once, in full and within bounds.
 func TestMutualHostileCalls(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	conns := map[string]*grpc.ClientConn{}
@@ -294,8 +294,9 @@ func (n *mutualNode) rawCheck(t *testing.T, fields []hpack.HeaderField) string {
 	}
 }
 
-// TestMutualHalfOpen: those who connect and say nothing, begin a handshake and do not
-// end it, or go on with it for ever, stall nobody, and are let go.
+// TestMutualHalfOpen: clients that connect and send nothing, begin a handshake and do
+// not end it, or go on with it for ever, stall no other client. The server ends their
+// connections.
 func TestMutualHalfOpen(t *testing.T) {
 	n := newMutualNode(t, quick)
 	const each = 12 // of three kinds, each more than quick.shaking
@@ -360,8 +361,8 @@ func TestMutualGivesWay(t *testing.T) {
 	}
 }
 
-// TestMutualSilent: a component that ends its handshake and then says nothing is let go,
-// and has its place back.
+// TestMutualSilent: a component that ends its handshake and then sends nothing is
+// disconnected, and gets its place back.
 func TestMutualSilent(t *testing.T) {
 	n := newMutualNode(t, quick)
 	cfg := n.settings(n.ca.Component("node/silent"))

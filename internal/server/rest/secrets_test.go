@@ -18,7 +18,7 @@ func (n *testNode) pool() {
 	n.Eventually(func() bool { return as[rest.Pool](n.do("GET", v1+"/pools/p", nil).ok(200)).Phase == rest.PhaseReady })
 }
 
-// TestSecretRoutes: what is written is never read.
+// TestSecretRoutes: written values are never read.
 func TestSecretRoutes(t *testing.T) {
 	const canary = "sk-live-canary"
 	n := newNode(t)
@@ -62,8 +62,8 @@ func TestSecretRoutes(t *testing.T) {
 	n.do("DELETE", v1+"/secrets/s", nil).refused(404, "not_found")
 }
 
-// TestHolderForks: who claimed with secrets forks, others are refused, and both
-// can see why.
+// TestHolderForks: the principal that claimed with secrets forks, others are
+// refused, and both can see why.
 func TestHolderForks(t *testing.T) {
 	n := newNode(t)
 	n.pool()
