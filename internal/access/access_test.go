@@ -304,7 +304,6 @@ func TestTokens(t *testing.T) {
 // TestNothingToLearn: a refusal does not tell the reason, and keys are not
 // compared byte by byte: every text of any length becomes a digest of one
 // length, and is looked for by its whole digest.
-// looked for by all of that.
 func TestNothingToLearn(t *testing.T) {
 	n := newNode(t)
 	text, _ := n.create(inA)

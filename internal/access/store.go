@@ -60,9 +60,9 @@ type Store struct {
 	turn sync.Mutex // held while a goroutine makes or revokes a key, and waits for the disk
 
 	mu sync.Mutex // protects all following fields
-	// byDigest finds a key by the digest of its whole text. Nobody can choose a
-	// text for its digest, so the time that the search takes reveals nothing
-	// about any key.
+	// byDigest finds a key by the digest of its whole text. A client cannot
+	// choose a text for its digest, so the time that the search takes reveals
+	// nothing about any key.
 	byDigest map[digest]*held
 	byID     map[KeyID]*held
 }

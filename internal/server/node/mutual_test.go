@@ -230,7 +230,7 @@ func TestMutualUnlistedRole(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	c := &nodeClient{Node: n.Node, conn: n.as("node/n2"), ctx: t.Context()}
 	c.callAll(t, func(string) {}, func(name string, err error) {
-		if name == "GetSnapshotParts" || name == "ReadSnapshot" { // for nodes alone; here the snapshot does not exist
+		if name == "GetSnapshotParts" || name == "ReadSnapshot" { // for nodes alone; this request names no snapshot
 			wantRefused(t, err, codes.InvalidArgument, string(sandbox.CodeInvalid), "digest")
 			return
 		}
