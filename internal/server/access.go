@@ -48,8 +48,8 @@ type Target struct {
 	Namespace, Name string
 }
 
-// Authorise refuses a request for a target that the principal may not have. All
-// APIs decide here, and nowhere else.
+// Authorise refuses an operation that a principal may not do with the request's
+// target. It is the one place where that is decided, for all APIs.
 func (c *Config) Authorise(ctx context.Context, p access.Principal, t Target) error {
 	rule := t.Operation.Rule()
 	if !rule.For(p.Via) {

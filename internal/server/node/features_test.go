@@ -328,7 +328,7 @@ func not(err error, codes ...sandbox.Code) error {
 var errEnough = sandbox.Errorf(sandbox.CodeInternal, "enough")
 
 // TestFeaturesAreComplete: each method and each field of a request that the first version of
-// the API did not have is that of a feature.
+// the API did not have belongs to a feature.
 func TestFeaturesAreComplete(t *testing.T) {
 	var got []string
 	seen := map[protoreflect.FullName]bool{}

@@ -46,9 +46,9 @@ func (n *mutualNode) serves(component string) {
 	}
 }
 
-// TestMutualStrangers: no connection is made with a certificate that is anything but
-// a valid one of a component, nor without TLS 1.3. Each is logged with its reason and
-// written down, and others are served on.
+// TestMutualStrangers: only a valid certificate of a component makes a connection,
+// and only with TLS 1.3. Each refusal is logged with its reason and recorded in the
+// audit log, and the server goes on serving others.
 func TestMutualStrangers(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	other := accesstest.NewCA(t)
@@ -335,8 +335,8 @@ func TestMutualHalfOpen(t *testing.T) {
 	}
 }
 
-// TestMutualGivesWay: of connections that have not ended their handshake there are so
-// many and no more: the oldest gives way, however long it might take yet.
+// TestMutualGivesWay: the number of connections that have not ended their handshake
+// is bounded. One more ends the oldest, however long that might take yet.
 func TestMutualGivesWay(t *testing.T) {
 	b := quick
 	b.handshake = time.Hour
@@ -383,8 +383,8 @@ func TestMutualSilent(t *testing.T) {
 	n.Eventually(func() bool { return check(t.Context(), n.as("node/silent")) == nil })
 }
 
-// TestMutualConnections: a component has so many connections and no more; others have
-// theirs, and one that ends makes room.
+// TestMutualConnections: the number of connections of a component is bounded. Others
+// have their own bound, and a connection that ends makes room.
 func TestMutualConnections(t *testing.T) {
 	n := newMutualNode(t, quick)
 	var all []*grpc.ClientConn
@@ -419,8 +419,8 @@ func TestMutualConnections(t *testing.T) {
 	n.Eventually(func() bool { return check(t.Context(), n.as("node/many")) == nil })
 }
 
-// TestMutualStreams: a connection has so many calls at once and no more; those of
-// others go on.
+// TestMutualStreams: the number of calls on a connection at once is bounded.
+// Calls on other connections go on.
 func TestMutualStreams(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	conn := n.as("controller/busy")

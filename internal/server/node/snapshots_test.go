@@ -36,8 +36,8 @@ var stateDigest = func() string {
 	return hex.EncodeToString(sum[:])
 }()
 
-// TestSnapshotRoles: parts of snapshots are for nodes alone, offers for those who look after nodes,
-// and to have one fetched is for a controller itself.
+// TestSnapshotRoles: parts of snapshots are for nodes alone, offers for principals that look
+// after nodes. Only a controller itself or an admin may have a snapshot fetched.
 func TestSnapshotRoles(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	digest := n.offered()

@@ -273,7 +273,7 @@ func (u *using) begin(ctx context.Context, c guestrpc.Call) (*relayedCall, error
 		return nil, server.AuditFailed()
 	}
 	r := &relayedCall{using: u, event: event}
-	// It ends with the principal's context, and at the latest with the call.
+	// It is the principal's context, and ends with the call at the latest.
 	r.ctx, r.cancel = context.WithCancel(u.ctx)
 	r.stop = context.AfterFunc(ctx, r.cancel)
 	var err error

@@ -296,7 +296,7 @@ func TestUseStalled(t *testing.T) {
 	<-agent.Done()
 }
 
-// gated is a stream of which so many messages are read as may pass.
+// gated is a stream that reads one message for each value in pass.
 type gated struct {
 	stream nodev1.Node_UseSandboxClient
 	pass   chan struct{}
@@ -499,8 +499,8 @@ func TestFindOthers(t *testing.T) {
 	}
 }
 
-// TestSecretsOverGRPC: values are in no answer, reading names is written down, and other
-// namespaces' do not exist.
+// TestSecretsOverGRPC: no answer has values, reading names is recorded, and secrets of
+// other namespaces do not exist.
 func TestSecretsOverGRPC(t *testing.T) {
 	c := newGatewayClient(t)
 	made := managertest.Must(c.ApplySecret(c.ctx, &nodev1.ApplySecretRequest{Name: "s", Data: map[string][]byte{"KEY": []byte("plain-value")}}))(t)

@@ -235,6 +235,5 @@ func (u *session) Stats(ctx context.Context) (sandbox.Stats, error) {
 	return c.Stats, err
 }
 
-// Close implements sandbox.Session. Execs and other calls that were begun go
-// on.
+// Close implements sandbox.Session. Programs that it has started go on.
 func (u *session) Close() { u.close.Do(u.held.leave) }

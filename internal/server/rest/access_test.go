@@ -55,7 +55,7 @@ func (n *testNode) key(role access.Role, namespaces ...sandbox.Namespace) string
 	return text
 }
 
-// token is that of a sandbox.
+// token returns the token of a sandbox.
 func (n *testNode) token(name sandbox.Name) string {
 	n.t.Helper()
 	s, err := n.Manager.Sandbox(n.t.Context(), sandbox.Key{Namespace: "default", Name: name})
@@ -65,8 +65,8 @@ func (n *testNode) token(name sandbox.Name) string {
 	return n.Access.Token(s.ID)
 }
 
-// TestPermissions: every route that is described has a permission, under its own
-// name, and none that is not described has one.
+// TestPermissions: every route in the description has a permission, under its
+// own name, and no other route has one.
 func TestPermissions(t *testing.T) {
 	spec, _ := loadSpec(t)
 	described := map[string]bool{}

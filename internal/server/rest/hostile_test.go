@@ -293,7 +293,7 @@ func TestSlowSender(t *testing.T) {
 			t.Errorf("the connection was not closed: %v", err)
 		}
 	}
-	// One that is refused before its body is read is let go as well.
+	// A client that is refused before its body is read is disconnected as well.
 	conn := n.dial()
 	fmt.Fprintf(conn, "PUT %s/sandboxes/nobody/files?path=f HTTP/1.1\r\nHost: n\r\nContent-Length: 100\r\n\r\n{", v1)
 	if answer, err := io.ReadAll(conn); err != nil || !bytes.Contains(answer, []byte("404 Not Found")) {

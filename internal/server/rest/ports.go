@@ -18,7 +18,7 @@ import (
 // routes them: the path after the port is the program's, byte for byte.
 const portsRoute = "* /v1/namespaces/{namespace}/sandboxes/{name}/ports/{port}/{path...}"
 
-// accessHeader can have a token, as the Authorization header can. It is for
+// accessHeader may carry a token, as the Authorization header does. It is for
 // clients that cannot choose the latter.
 const accessHeader = "X-Access-Token"
 

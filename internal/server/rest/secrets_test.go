@@ -98,7 +98,7 @@ func TestQuotaRoutes(t *testing.T) {
 	n.do("PUT", v1+"/quota", rest.QuotaSpec{Sandboxes: 1, Memory: 1 << 30}).ok(200)
 	n.do("POST", v1+"/sandboxes", rest.SandboxCreate{Name: "a", Pool: "p"}).ok(201)
 	n.do("POST", v1+"/sandboxes", rest.SandboxCreate{Name: "b", Pool: "p"}).refused(503, "insufficient_capacity")
-	// Storage is that of the pool's build.
+	// The storage is that of the pool's build.
 	if q := as[rest.Quota](n.do("GET", v1+"/quota", nil).ok(200)); q.Used.Sandboxes != 1 || q.Used.Memory != 64<<20 || q.Used.Storage == 0 || q.Spec.Sandboxes != 1 {
 		t.Errorf("%+v", q)
 	}

@@ -53,7 +53,7 @@ func (a *api) watch(w http.ResponseWriter, r *http.Request, of watching) {
 	}
 	ask.From, ask.State = from.Version, from.ID
 	e := a.newEvents(w, form)
-	synced := ask.From > 0 // the events before it have no id: a client cannot go on from them
+	synced := ask.From > 0 // events before EventSynced have no id: a client cannot go on from them
 	err = a.Service.Watch(r.Context(), ask, func(one sandbox.Event) error {
 		shown := showEvent(one)
 		if synced = synced || one.Type == sandbox.EventSynced; synced {

@@ -49,7 +49,7 @@ func (s *suite) templates() {
 	s.missing("one that was deleted", err)
 }
 
-// pools keep what they are told to.
+// pools keep as many sandboxes ready as their specs say.
 func (s *suite) pools() {
 	_, _, err := s.Service.Pool(s.ctx, s.key("pool"))
 	s.missing("a pool of none", err)

@@ -145,7 +145,7 @@ func (s *suite) claim(name sandbox.Name) sandbox.Sandbox {
 	return made
 }
 
-// state requires that of a sandbox.
+// state requires that a sandbox has a state.
 func (s *suite) state(got sandbox.Sandbox, err error, want sandbox.State) {
 	s.Helper()
 	s.must(err)
