@@ -1,7 +1,7 @@
-// Package access owns who may do what on a node: API keys with their roles and
-// namespaces, the tokens of single sandboxes, the certificate that clients know the
-// node by, and the certificates that controllers, gateways and other nodes are known by.
-// Of a key only a digest is kept. docs/security.md has the whole.
+// Package access owns the rights to use a node: API keys with their roles and
+// namespaces, the tokens of single sandboxes, the certificate that clients know the node
+// by, and the certificates that controllers, gateways and other nodes are known by. Of a
+// key only a digest is stored. docs/security.md describes all of it.
 package access
 
 import (
@@ -11,7 +11,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Role is what a key or a certificate is for.
+// Role is the role of a key or a certificate.
 type Role string
 
 // The roles. RoleSandbox is that of a sandbox's token, and the last three are those of
@@ -26,32 +26,33 @@ const (
 	RoleNode       Role = "node"
 )
 
-// Permission is what an operation needs.
+// Permission is a right that an operation needs.
 type Permission int
 
-// The permissions. None is the zero value, so that an operation that was
-// forgotten is open to nobody.
+// The permissions. None is the zero value and no role has it, so that a
+// forgotten operation is closed to all.
 const (
 	None Permission = iota
-	// Anyone is for whoever is known at all.
+	// Anyone is a right of every known principal.
 	Anyone
-	// Read looks at objects from the outside.
+	// Read is to look at objects from the outside.
 	Read
-	// Use reaches into a sandbox: programs, files, code, ports.
+	// Use is to reach into a sandbox: programs, files, code, ports.
 	Use
-	// Change makes, changes and ends objects.
+	// Change is to make, change and end objects.
 	Change
-	// Observe looks at the node as a whole.
+	// Observe is to look at the node as a whole.
 	Observe
-	// Administer is about the node: its keys.
+	// Administer is for the node itself: its keys.
 	Administer
-	// Replicate reads snapshots of templates, of all namespaces, to have them on another
-	// node.
+	// Replicate is to read snapshots of templates, of all namespaces, in order to copy
+	// them to another node.
 	Replicate
 )
 
-// grants says what each role may. Those of certificates are for a component that acts
-// itself: what is made, changed or used belongs to somebody, whom it has to name.
+// grants has the permissions of each role. Those of certificates are for a component
+// that acts for itself. They have neither Use nor Change: objects are made, changed
+// and used for a principal, which the component has to name.
 var grants = map[Role][]Permission{
 	RoleAdmin:      {Anyone, Read, Use, Change, Observe, Administer},
 	RoleUser:       {Anyone, Read, Use, Change},
@@ -62,23 +63,26 @@ var grants = map[Role][]Permission{
 	RoleNode:       {Anyone, Replicate},
 }
 
-// AllNamespaces in a list of namespaces is every one, also those to come.
+// AllNamespaces in a list of namespaces stands for every namespace, future ones
+// included.
 const AllNamespaces sandbox.Namespace = "*"
 
-// Principal is who makes a request. The zero value may nothing.
+// Principal makes requests. The zero value has no rights.
 type Principal struct {
 	// Name is stable: key:<id>, uid:<n>, sandbox:<id>, that of a component, or one that
-	// a component has named. What belongs to a principal is kept under it.
+	// a component has named. The principal's belongings are stored under it.
 	Name       string
 	Role       Role
 	Namespaces []sandbox.Namespace
-	// Sandbox is the only sandbox that a token is for; empty for all others.
+	// Sandbox is the only sandbox that a token is for; empty for all other
+	// principals.
 	Sandbox sandbox.ID
-	// Via is the component that makes the request; zero for all others.
+	// Via is the component that makes the request; zero for all other
+	// principals.
 	Via Component
-	// Local says that it is a user of this machine, over a socket.
+	// Local says that the principal is a user of this machine, over a socket.
 	Local bool
-	// Until ends when the principal may nothing any more; nil is never.
+	// Until ends when the principal loses its rights; nil means never.
 	Until context.Context
 }
 
@@ -90,11 +94,11 @@ func (p Principal) In(n sandbox.Namespace) bool {
 	return slices.Contains(p.Namespaces, n) || slices.Contains(p.Namespaces, AllNamespaces)
 }
 
-// Local is the principal of a user of this machine who may use the socket.
+// Local returns the principal of a user of this machine who may use the socket.
 func Local(name string) Principal {
 	return Principal{Name: name, Role: RoleAdmin, Namespaces: []sandbox.Namespace{AllNamespaces}, Local: true}
 }
 
-// Owns reports whether the principal may give owners, and change what has one. A key of the
-// node may not, whatever its role is.
+// Owns reports whether the principal may give objects owners, and change objects that have
+// one. A key of the node may not, whatever its role is.
 func (p Principal) Owns() bool { return p.Local || p.Via.Role == RoleController }

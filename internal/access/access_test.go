@@ -14,7 +14,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// node is a journal with a store on it, that can be opened again.
+// node is a journal with a store on it, which can be opened again.
 type node struct {
 	*Store
 	t    *testing.T
@@ -86,8 +86,8 @@ func TestRoles(t *testing.T) {
 	}
 }
 
-// TestKeys: a key is what it was made as, here and after a restart, until it is
-// revoked; nothing that is kept can be used as one.
+// TestKeys: a key is as it was made, here and after a restart, until it is
+// revoked. Nothing in the journal can be used as a key.
 func TestKeys(t *testing.T) {
 	n := newNode(t)
 	text, k := n.create(inA)
@@ -139,7 +139,8 @@ func TestKeys(t *testing.T) {
 	}
 }
 
-// TestExpiry: a key ends when its time is up, whoever uses it at the moment.
+// TestExpiry: a key ends when its time is up, also for a request that uses it
+// at that moment.
 func TestExpiry(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNode(t)
@@ -175,7 +176,7 @@ func TestBadKeys(t *testing.T) {
 	for says, spec := range map[string]KeySpec{
 		"name":     {Name: "A B", Role: RoleUser, Namespaces: a},
 		"role":     {Name: "x", Role: "root", Namespaces: a},
-		"sandbox":  {Name: "x", Role: RoleSandbox, Namespaces: a}, // is none
+		"sandbox":  {Name: "x", Role: RoleSandbox, Namespaces: a}, // a role that no key has
 		"none":     {Name: "x", Role: RoleViewer},
 		"admin":    {Name: "x", Role: RoleAdmin, Namespaces: a},
 		"more":     {Name: "x", Role: RoleUser, Namespaces: make([]sandbox.Namespace, 65)},
@@ -210,7 +211,7 @@ func TestBadKeys(t *testing.T) {
 	}
 }
 
-// TestExpiredKeys: keys that have expired keep nobody from making another, and are forgotten
+// TestExpiredKeys: expired keys do not keep new ones from being made, and are forgotten
 // then, in the journal as well.
 func TestExpiredKeys(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -245,7 +246,7 @@ func TestExpiredKeys(t *testing.T) {
 	})
 }
 
-// TestFirstKey: it is made once, whatever becomes of it.
+// TestFirstKey: it is made once, even if it is revoked later.
 func TestFirstKey(t *testing.T) {
 	n := newNode(t)
 	text, k, err := n.FirstKey()
@@ -300,9 +301,9 @@ func TestTokens(t *testing.T) {
 	}
 }
 
-// TestNothingToLearn: what is wrong with a key is not told, and is not compared
-// byte by byte: every text of any length becomes a digest of one length, and is
-// looked for by all of that.
+// TestNothingToLearn: a refusal does not tell the reason, and keys are not
+// compared byte by byte: every text of any length becomes a digest of one
+// length, and is looked for by its whole digest.
 func TestNothingToLearn(t *testing.T) {
 	n := newNode(t)
 	text, _ := n.create(inA)
@@ -326,7 +327,7 @@ func TestNothingToLearn(t *testing.T) {
 	}
 }
 
-// TestDamage: a journal that has been tampered with is not served from.
+// TestDamage: a journal that was tampered with is refused.
 func TestDamage(t *testing.T) {
 	for name, damage := range map[string]func(*journal.Tx) error{
 		"a short digest": func(tx *journal.Tx) error { return keys.Put(tx, "x", record{Digest: "00"}) },
@@ -355,7 +356,7 @@ func TestDamage(t *testing.T) {
 	}
 }
 
-// FuzzCredentials: whatever is sent, nobody gets in but with what was given out.
+// FuzzCredentials: of all texts, only the given keys and tokens let a client in.
 func FuzzCredentials(f *testing.F) {
 	db, err := journal.Open(filepath.Join(f.TempDir(), "journal"))
 	if err != nil {

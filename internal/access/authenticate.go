@@ -9,32 +9,33 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// CodeUnauthenticated is the code of a request that nobody known makes.
+// CodeUnauthenticated is the code of a request without valid credentials.
 const CodeUnauthenticated sandbox.Code = "unauthenticated"
 
-// Credentials are what a request shows of who makes it.
+// Credentials are shown by a request to prove its principal.
 type Credentials struct {
 	// Bearer is an API key or the token of a sandbox.
 	Bearer string
-	// User is the user at the other end of a Unix socket, as the kernel says. Only
-	// requests without a bearer have one.
+	// User is the user at the other end of a Unix socket, as reported by the
+	// kernel. Only requests without a bearer have one.
 	User *uint32
-	// Component is who has shown its certificate, and Acting for whom it says that it
-	// makes the request; nil is itself. Only requests over mutual TLS have them.
+	// Component is the component that has shown its certificate. Acting is the
+	// principal that it names; nil means that it acts for itself. Only requests over
+	// mutual TLS have them.
 	Component *Component
 	Acting    *Acting
 }
 
-// Authenticator knows whose keys and tokens the store has made, and the users of
-// this machine who may use the socket.
+// Authenticator accepts the keys of the store, the tokens of sandboxes, and the
+// users of this machine who may use the socket.
 type Authenticator struct {
 	Store *Store
-	// Sandbox finds the sandbox, which has not ended, that a token is for, and until when
-	// the token is good.
+	// Sandbox finds the sandbox of a token, unless the sandbox has ended. The context
+	// ends when the token becomes invalid.
 	Sandbox func(context.Context, sandbox.Token) (sandbox.Sandbox, context.Context, error)
 }
 
-// Authenticate says whose the credentials are.
+// Authenticate returns the principal of the credentials.
 func (a Authenticator) Authenticate(ctx context.Context, c Credentials) (Principal, error) {
 	switch {
 	case c.Component != nil:
@@ -67,7 +68,7 @@ func (a Authenticator) identify(ctx context.Context, text string) (Principal, er
 	return Principal{}, ErrUnknown
 }
 
-// localUser takes the user that the daemon runs as, and root.
+// localUser accepts root, and the user that the daemon runs as.
 func localUser(uid uint32) (Principal, error) {
 	name := fmt.Sprintf("uid:%d", uid)
 	if uid != 0 && int(uid) != os.Geteuid() {

@@ -25,8 +25,8 @@ import (
 	"agentrun.dev/internal/durable"
 )
 
-// Lifetimes of what a node makes itself. Clients are given the authority, so
-// that a new certificate every few weeks is not their matter.
+// Lifetimes of the certificates that a node makes itself. Clients trust the
+// authority, so they do not notice a new certificate every few weeks.
 const (
 	authorityLife    = 10 * 365 * 24 * time.Hour
 	authorityRenewal = 30 * 24 * time.Hour
@@ -35,18 +35,19 @@ const (
 	backdated        = time.Hour           // for clocks that are behind
 )
 
-// Authority signs the certificate of a node that was not given one. It is in one
-// file with its key, so that both are there or neither.
+// Authority signs the certificate of a node that was not given one. The
+// authority's certificate and key are in one file, so that both exist or
+// neither.
 type Authority struct {
-	// File is a copy of the certificate, for clients: whoever has it can tell the
+	// File is a copy of the certificate, for clients: with it they can tell the
 	// node from others.
 	File string
 	cert *x509.Certificate
 	key  *ecdsa.PrivateKey
 }
 
-// OpenAuthority reads the authority in a folder, and makes one if there is none
-// or it is about to expire.
+// OpenAuthority reads the authority in a folder. It makes a new one if none
+// exists or if it is about to expire.
 func OpenAuthority(dir string) (*Authority, error) {
 	a := &Authority{File: filepath.Join(dir, "ca.pem")}
 	whole := filepath.Join(dir, "authority.pem")
@@ -107,7 +108,7 @@ func (a *Authority) make(file string) error {
 	return nil
 }
 
-// sign makes a certificate; one without a parent signs itself.
+// sign makes a certificate; a certificate without a parent signs itself.
 func sign(c, parent *x509.Certificate, key, signer *ecdsa.PrivateKey) ([]byte, error) {
 	serial, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 127))
 	if err != nil {
@@ -135,9 +136,9 @@ func (a *Authority) Fingerprint() string {
 	return hex.EncodeToString(sum[:])
 }
 
-// Server makes the TLS settings of a server that is reached by these host names
-// and addresses. Its certificate is made now and again before it expires; it is
-// not kept.
+// Server makes the TLS settings of a server that clients reach by these host
+// names and addresses. Its certificate is made now, and again before it
+// expires; it is not stored.
 func (a *Authority) Server(hosts []string) (*tls.Config, error) {
 	names := &x509.Certificate{Subject: pkix.Name{Organization: []string{"AgentRun"}, CommonName: "AgentRun node"}}
 	addHosts(names, hosts)
@@ -193,9 +194,10 @@ func (a *Authority) issue(c x509.Certificate, life time.Duration, use ...x509.Ex
 	return &tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key, Leaf: leaf}, nil
 }
 
-// Given makes the TLS settings of a server from a certificate and its key in
-// files. They are read again when the certificate's file has changed; while what
-// is there cannot be used, failed is told and the one before goes on.
+// Given makes the TLS settings of a server from the files of a certificate and
+// its key. It reads them again when the certificate's file has changed. While
+// the new files are unusable, it calls failed and goes on with the previous
+// certificate.
 func Given(certFile, keyFile string, failed func(error)) (*tls.Config, error) {
 	if err := checkKeyMode(keyFile); err != nil {
 		return nil, err
@@ -227,14 +229,15 @@ func Given(certFile, keyFile string, failed func(error)) (*tls.Config, error) {
 	}), nil
 }
 
-// serverConfig is the same for all certificates. HTTP/1.1 alone is offered: what
-// bounds slow clients is tested with it.
+// serverConfig is the same for all certificates. It offers only HTTP/1.1,
+// because the bounds for slow clients are tested with that.
 func serverConfig(get func(*tls.ClientHelloInfo) (*tls.Certificate, error)) *tls.Config {
 	return &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: get, NextProtos: []string{"http/1.1"}}
 }
 
-// Hosts are the names and addresses that a server is reached by: this machine's
-// for a listener on all addresses, and whatever else it is said to be.
+// Hosts returns the names and addresses by which clients reach a server: the
+// loopback's, the advertised one, and the listener's. For a listener on all
+// addresses these are the host name and all addresses of this machine.
 func Hosts(listen net.Addr, advertise string) ([]string, error) {
 	hosts := []string{"localhost", "127.0.0.1", "::1"}
 	add := func(h string) {

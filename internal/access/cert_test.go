@@ -116,7 +116,7 @@ func TestAuthority(t *testing.T) {
 }
 
 // TestRenewal: certificates are replaced before they expire, under the same
-// authority, and that before it does.
+// authority. The authority is replaced before it expires.
 func TestRenewal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir := t.TempDir()
@@ -154,7 +154,8 @@ func TestRenewal(t *testing.T) {
 	})
 }
 
-// TestGiven: a certificate of others is used, and followed when it is replaced.
+// TestGiven: a certificate from files is used, and followed when it is
+// replaced.
 func TestGiven(t *testing.T) {
 	dir := t.TempDir()
 	a, err := OpenAuthority(filepath.Join(dir, "ca"))

@@ -10,7 +10,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Component is a part of a cluster, as its certificate says. The zero value is none.
+// Component is a part of a cluster, as named by its certificate. The zero value is
+// no component.
 type Component struct {
 	// Role is RoleController, RoleGateway or RoleNode.
 	Role Role
@@ -27,7 +28,7 @@ const (
 	uriAuthority = "agentrun.dev"
 )
 
-// componentName is that of a Kubernetes node or Pod: a DNS name.
+// componentName is the name of a Kubernetes node or Pod: a DNS name.
 var componentName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$`)
 
 // ParseComponent checks a role and a name.
@@ -51,13 +52,13 @@ func (c Component) String() string {
 	return string(c.Role) + ":" + c.Name
 }
 
-// URI is what the component's certificate has.
+// URI returns the URI in the component's certificate.
 func (c Component) URI() *url.URL {
 	return &url.URL{Scheme: uriScheme, Host: uriAuthority, Path: "/" + string(c.Role) + "/" + c.Name}
 }
 
-// ComponentOf reads the component of a certificate whose signature was verified. A
-// certificate that leaves any doubt is refused: another form, or a second URI.
+// ComponentOf reads the component from a certificate whose signature was verified.
+// It refuses a certificate that leaves any doubt: another form, or a second URI.
 func ComponentOf(cert *x509.Certificate) (Component, error) {
 	refuse := func(format string, a ...any) (Component, error) {
 		return Component{}, sandbox.Errorf(CodeUnauthenticated, "the certificate gives no role").Because(format, a...).
@@ -72,49 +73,52 @@ func ComponentOf(cert *x509.Certificate) (Component, error) {
 		return refuse("its URI is %s", sandbox.Quote(uri.String()))
 	}
 	c, err := ParseComponent(parts[1], parts[2])
-	// Compared as a whole: no user, port, query, fragment or escape goes unseen.
+	// Compared as a whole, so that no user, port, query, fragment or escape goes
+	// unseen.
 	if err != nil || c.URI().String() != uri.String() {
 		return refuse("its URI is %s", sandbox.Quote(uri.String()))
 	}
 	return c, nil
 }
 
-// Acting says for whom a component makes a call. Namespaces and Role are those that
-// the principal has at the component.
+// Acting names the principal that a component makes a call for. Role and Namespaces
+// are the rights that the component gives this principal.
 type Acting struct {
 	Principal  string
 	Role       Role
 	Namespaces []sandbox.Namespace
 }
 
-// Bounds of what a component says about a principal.
+// Bounds of the fields that name a principal.
 const (
 	maxPrincipal  = 300
 	maxUserName   = 256
 	maxNamespaced = maxNamespaces * 64
 )
 
-// nameable is a kind of principals that components may name. No prefix is one of the
-// node's own principals or of a component, so that a named principal never passes for one.
+// nameable is a kind of principal that components may name. No prefix is also that of the
+// node's own principals or of a component, so a named principal never passes for one of
+// these.
 type nameable struct {
 	prefix string
 	by     Role
 	check  func(string) error
-	// whole says that the principal is a namespace: its rights are those of a user there.
+	// whole says that the principal is a namespace: it has the rights of a user there.
 	whole bool
 }
 
-// nameables has all kinds. A principal of another kind is named by nobody.
+// nameables has all kinds. No component may name a principal of another kind.
 var nameables = []nameable{
-	// What Kubernetes lets somebody do in a namespace, by RBAC.
+	// A namespace, for requests that Kubernetes allows there by RBAC.
 	{prefix: "kubernetes:", by: RoleController, whole: true, check: func(s string) error { _, err := sandbox.ParseName(s); return err }},
-	// A user whom a gateway has had reviewed by Kubernetes.
+	// A user whom Kubernetes has reviewed for a gateway.
 	{prefix: "kubernetes-user:", by: RoleGateway, check: checkUserName},
 	// An API key that is a gateway's own.
 	{prefix: "gateway-key:", by: RoleGateway, check: func(s string) error { _, err := ParseKeyID(s); return err }},
 }
 
-// checkUserName takes what fits into metadata as it is, and into one word of a log.
+// checkUserName accepts names that fit unchanged into metadata and into one word of
+// a log.
 func checkUserName(s string) error {
 	if s == "" || len(s) > maxUserName || strings.ContainsFunc(s, func(r rune) bool { return r <= ' ' || r > '~' }) {
 		return sandbox.Errorf(sandbox.CodeInvalid, "the name of the user is not 1 to %d printable ASCII characters", maxUserName)
@@ -122,8 +126,8 @@ func checkUserName(s string) error {
 	return nil
 }
 
-// ParseActing checks what a call says about its principal. Without a principal it must
-// say nothing, and the result is nil: the component acts itself.
+// ParseActing checks the fields of a call that name its principal. Without a principal
+// all fields must be empty. The result is nil then: the component acts for itself.
 func ParseActing(principal, role, namespaces string) (*Acting, error) {
 	invalid := func(format string, a ...any) (*Acting, error) {
 		return nil, sandbox.Errorf(sandbox.CodeInvalid, "the principal of the call: "+format, a...)
@@ -163,7 +167,7 @@ func ParseActing(principal, role, namespaces string) (*Acting, error) {
 	return a, err
 }
 
-// Fields are what ParseActing reads.
+// Fields returns the fields from which ParseActing reads a.
 func (a Acting) Fields() (principal, role, namespaces string) {
 	if kind := nameableOf(a.Principal); kind != nil && kind.whole {
 		return a.Principal, "", ""
@@ -183,8 +187,8 @@ func nameableOf(principal string) *nameable {
 	return &nameables[i]
 }
 
-// Principal is whom a component is for a call: the one that it names, if its role may,
-// or itself.
+// Principal returns the principal of a component's call: the one that the component
+// names, if its role may name it, or else the component itself.
 func (c Component) Principal(acting *Acting) (Principal, error) {
 	self := Principal{Name: c.String(), Role: c.Role, Namespaces: []sandbox.Namespace{AllNamespaces}, Via: c}
 	if acting == nil {

@@ -72,8 +72,8 @@ func TestComponentOf(t *testing.T) {
 	}
 }
 
-// TestActing: the table of docs/security.md: whom each role may name, and with which
-// rights.
+// TestActing: the table of docs/security.md: the principals that each role may name,
+// and their rights.
 func TestActing(t *testing.T) {
 	controller, gateway, node := Component{RoleController, "c"}, Component{RoleGateway, "g"}, Component{RoleNode, "n"}
 	for _, c := range []struct {
@@ -162,8 +162,8 @@ func TestActing(t *testing.T) {
 	}
 }
 
-// TestPrincipalsDiffer: whatever a component names, it is never what the node itself
-// calls somebody, nor a component.
+// TestPrincipalsDiffer: a principal that a component names never has the name of one
+// of the node's own principals, nor that of a component.
 func TestPrincipalsDiffer(t *testing.T) {
 	local := []string{"uid:", "key:", "sandbox:"}
 	for _, r := range componentRoles {
@@ -186,7 +186,8 @@ func TestPrincipalsDiffer(t *testing.T) {
 	}
 }
 
-// TestOperationsOfNodes: what other nodes may call is listed here, and no more.
+// TestOperationsOfNodes: the operations that other nodes may call are listed
+// here, and no more.
 func TestOperationsOfNodes(t *testing.T) {
 	var open []Operation
 	for _, o := range Operations() {
@@ -207,7 +208,8 @@ func TestOperationsOfNodes(t *testing.T) {
 	}
 }
 
-// FuzzActing: whatever a call says is refused, or says the same when it is said again.
+// FuzzActing: the fields of a call are refused, or mean the same when they are written
+// and read again.
 func FuzzActing(f *testing.F) {
 	f.Add("kubernetes:a", "", "")
 	f.Add("gateway-key:aaaaaaaaaaaa", "user", "a,b,a")
@@ -237,7 +239,7 @@ func FuzzActing(f *testing.F) {
 	})
 }
 
-// FuzzComponentOf: whatever a URI is, it gives a role only in its one form.
+// FuzzComponentOf: a URI gives a role only in its one form.
 func FuzzComponentOf(f *testing.F) {
 	f.Add("spiffe://agentrun.dev/controller/a")
 	f.Add("spiffe://agentrun.dev/node/a.b?c#d")

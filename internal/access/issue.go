@@ -11,10 +11,10 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Issue writes a certificate of a component, and its key, into two files, for where
-// nothing else makes them. That of a node is good for both ends of a connection, at these
-// hosts; all others are clients. Files that are there are replaced, so that whoever
-// follows them has the new ones.
+// Issue writes a certificate for a component, and its key, into two files, for clusters
+// in which no other program makes them. A node's certificate is valid for both ends of a
+// connection, at these hosts; all others are for clients. Issue replaces existing files,
+// so that programs that follow them read the new ones.
 func (a *Authority) Issue(c Component, hosts []string, life time.Duration, certFile, keyFile string) (until time.Time, err error) {
 	use := []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}
 	switch {

@@ -12,7 +12,7 @@ import (
 )
 
 // Keys look like ar_<id>_<secret>, tokens of sandboxes like ars_<id>_<secret>, so
-// that people and scanners know them when they see them.
+// that people and scanners recognise them.
 const (
 	keyPrefix   = "ar_"
 	tokenPrefix = "ars_"
@@ -22,7 +22,7 @@ const (
 
 var text32 = base32.NewEncoding("abcdefghijklmnopqrstuvwxyz234567").WithPadding(base32.NoPadding)
 
-// random makes n random characters up: five bits each.
+// random returns n random characters of five bits each.
 func random(n int) string {
 	b := make([]byte, (n*5+7)/8)
 	_, _ = rand.Read(b) // never fails
@@ -32,13 +32,13 @@ func random(n int) string {
 // secretLength is the length of a secret as text.
 var secretLength = text32.EncodedLen(secretBytes)
 
-// digest is what is kept of a key: all of it, hashed. The secret has 256 random
-// bits, so that nothing slower is needed.
+// digest is the hash of a key's whole text; the key itself is not stored. The
+// secret has 256 random bits, so a slower hash is not needed.
 type digest [sha256.Size]byte
 
 func digestOf(text string) digest { return sha256.Sum256([]byte(text)) }
 
-// KeyID names a key.
+// KeyID is the id of a key.
 type KeyID string
 
 // ParseKeyID checks a key's id.
@@ -57,21 +57,21 @@ type Key struct {
 	Role       Role                `json:"role"`
 	Namespaces []sandbox.Namespace `json:"namespaces"`
 	Created    time.Time           `json:"created"`
-	// Expires is when it ends; zero is never.
+	// Expires is when the key becomes invalid; zero means never.
 	Expires time.Time `json:"expires,omitzero"`
 }
 
-// KeySpec is what a new key is to be.
+// KeySpec describes a new key.
 type KeySpec struct {
 	Name       string
 	Role       Role
 	Namespaces []sandbox.Namespace
-	// Lifetime is how long it is valid; 0 is for ever.
+	// Lifetime is how long the key is valid; 0 means for ever.
 	Lifetime time.Duration
 }
 
-// ParseNamespaces checks the namespaces of a key. Unlike elsewhere an empty one
-// is not the default.
+// ParseNamespaces checks the namespaces of a key. Unlike elsewhere, an empty
+// name does not mean the default namespace.
 func ParseNamespaces(list []string) ([]sandbox.Namespace, error) {
 	out := make([]sandbox.Namespace, 0, len(list))
 	for _, s := range list {
@@ -96,7 +96,8 @@ const (
 	maxNamespaces = 64
 )
 
-// complete checks a spec, and fills in what an admin leaves open.
+// complete checks a spec, and fills in the namespaces of an admin if they are
+// left out.
 func (s KeySpec) complete() (KeySpec, error) {
 	if _, err := sandbox.ParseName(s.Name); err != nil {
 		return s, err
@@ -111,15 +112,16 @@ func (s KeySpec) complete() (KeySpec, error) {
 	return s, nil
 }
 
-// checkGrant checks the role of a person or a program and the namespaces that it is
-// for, and fills in those of an admin.
+// checkGrant checks the role of a person or a program and its namespaces, and fills
+// in those of an admin.
 func checkGrant(role Role, in []sandbox.Namespace) ([]sandbox.Namespace, error) {
 	switch role {
 	case RoleAdmin:
 		if len(in) == 0 {
 			in = []sandbox.Namespace{AllNamespaces}
 		}
-		// An admin makes keys: one of some namespaces could give itself the rest.
+		// An admin makes keys: with only some namespaces, it could give itself
+		// the rest.
 		if !slices.Equal(in, []sandbox.Namespace{AllNamespaces}) {
 			return in, sandbox.Errorf(sandbox.CodeInvalid, "namespaces: an admin is for all of them").Try("Leave them out, or use the role user")
 		}

@@ -7,8 +7,8 @@ import (
 	"agentrun.dev/internal/node/journal"
 )
 
-// TestKeysAreMadeAlone: while a key is made or revoked, and waits for the disk, requests with
-// others are let in.
+// TestKeysAreMadeAlone: while one goroutine makes or revokes a key and waits for the disk,
+// requests with other keys are let in.
 func TestKeysAreMadeAlone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNode(t)

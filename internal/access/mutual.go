@@ -17,36 +17,37 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// LookEvery is how often files of certificates are to be looked at. They may be links
-// that are replaced, as Kubernetes does it, of which no event tells.
+// LookEvery is how often to look at the files of certificates. They may be links that
+// are replaced, as in Kubernetes, and no event reports that.
 const LookEvery = 2 * time.Second
 
 // maxPEM is the length of the longest file of certificates.
 const maxPEM = 1 << 20
 
-// MutualFiles are what one end of mutual TLS needs: its certificate, the key of it,
-// and the CAs that the other end's certificate may be of, all in PEM.
+// MutualFiles are the files of one end of mutual TLS, all in PEM: its certificate,
+// the key of the certificate, and the CAs that may have signed the other end's
+// certificate.
 type MutualFiles struct{ Cert, Key, CA string }
 
 func (f MutualFiles) list() [3]string { return [3]string{f.Cert, f.Key, f.CA} }
 
-// Mutual is one end of mutual TLS. It follows its files as long as somebody calls Look.
-// One goroutine at a time may call Look; all other methods are safe for concurrent use.
+// Mutual is one end of mutual TLS. It follows its files as long as Look is called. Only
+// one goroutine at a time may call Look; all other methods are safe for concurrent use.
 type Mutual struct {
 	files MutualFiles
 	now   atomic.Pointer[Material]
-	// loaded is the state of the files that were read, refused that of files which could
-	// not be used, last the one that was seen last.
+	// loaded is the state of the files in use, refused that of files that were unusable,
+	// last that at the last call of Look.
 	loaded, refused, last stamps
 }
 
-// Material is what the files had at one moment.
+// Material is the content of the files at one moment.
 type Material struct {
 	certificate tls.Certificate
 	roots       *x509.CertPool
 }
 
-// stamp tells a file from the one that was there before.
+// stamp tells a file from a previous one at the same path.
 type stamp struct {
 	dev, ino uint64
 	size     int64
@@ -56,7 +57,7 @@ type stamp struct {
 
 type stamps [3]stamp
 
-// noStamps is the state of no files, not even of missing ones.
+// noStamps differs from every state of files, even from that of missing files.
 var noStamps = stamps{{size: -1}}
 
 // OpenMutual reads the files.
@@ -75,13 +76,15 @@ func OpenMutual(files MutualFiles) (*Mutual, error) {
 	return m, nil
 }
 
-// Now is what the files had when they were last read without an error.
+// Now returns the content of the files when they were last read without an
+// error.
 func (m *Mutual) Now() *Material { return m.now.Load() }
 
-// Look reads the files again if they have changed since they were read. All three are
-// used together or none of them: while one cannot be used, what was read before stays,
-// and the error is told once. Somebody may be writing them, and half of a file of
-// CAs may be a good one: files are read when they have been the same twice.
+// Look reads the files again if they have changed since they were read. It uses all
+// three new files or none of them: while one is unusable, the previous content stays
+// in use, and the error is returned once. Another program may be writing the files,
+// and half of a file of CAs may be a valid one. So Look reads files only if they are
+// as they were at the call before.
 func (m *Mutual) Look() (changed bool, err error) {
 	now, err := m.stamps()
 	if err != nil {
@@ -151,7 +154,7 @@ func readPEM(path string) ([]byte, error) {
 	return text, errors.Join(err, f.Close())
 }
 
-// checkKeyMode refuses a key that everybody can read.
+// checkKeyMode refuses a key that all users can read.
 func checkKeyMode(path string) error {
 	info, err := os.Stat(path)
 	if err != nil {
@@ -163,7 +166,7 @@ func checkKeyMode(path string) error {
 	return nil
 }
 
-// parseCAs reads certificates of CAs. Unlike x509.CertPool it leaves nothing out.
+// parseCAs reads certificates of CAs. Unlike x509.CertPool it skips nothing.
 func parseCAs(text []byte) (*x509.CertPool, error) {
 	const begin = "-----BEGIN"
 	roots, found, begun := x509.NewCertPool(), 0, bytes.Count(text, []byte(begin))
@@ -186,7 +189,7 @@ func parseCAs(text []byte) (*x509.CertPool, error) {
 		found, text = found+1, rest
 	}
 	switch {
-	case found != begun: // what pem does not understand it leaves out
+	case found != begun: // pem skips blocks that it cannot decode
 		return nil, errors.New("a certificate in it is damaged or cut off")
 	case found == 0:
 		return nil, errors.New("it has no certificate")
@@ -194,17 +197,18 @@ func parseCAs(text []byte) (*x509.CertPool, error) {
 	return roots, nil
 }
 
-// protocol is what is spoken over mutual TLS (ALPN).
+// protocol is the protocol that both ends speak over mutual TLS (ALPN).
 const protocol = "h2"
 
-// Server makes the TLS settings for a connection whose client has to show the
-// certificate of a component.
+// Server makes the TLS settings for a connection whose client has to show a
+// component's certificate.
 func (m *Material) Server() *tls.Config {
 	return &tls.Config{
 		MinVersion: tls.VersionTLS13, NextProtos: []string{protocol},
 		Certificates: []tls.Certificate{m.certificate},
 		ClientAuth:   tls.RequireAndVerifyClientCert, ClientCAs: m.roots,
-		// A resumed session would bring a certificate that nobody has verified since.
+		// A resumed session would bring a certificate that has not been verified
+		// again since.
 		SessionTicketsDisabled: true,
 		VerifyConnection: func(s tls.ConnectionState) error {
 			if s.NegotiatedProtocol != protocol {
@@ -216,27 +220,29 @@ func (m *Material) Server() *tls.Config {
 	}
 }
 
-// ClientOf is the component at the other end of a connection to a server.
+// ClientOf returns the component at the other end of a connection to a server.
 func ClientOf(s tls.ConnectionState) (Component, error) {
 	if len(s.VerifiedChains) == 0 {
 		return Component{}, sandbox.Errorf(CodeUnauthenticated, "the client has shown no certificate")
 	}
 	leaf := s.PeerCertificates[0]
-	// One without any use would be accepted for all.
+	// A certificate without any extended key usage would be accepted for all.
 	if !slices.Contains(leaf.ExtKeyUsage, x509.ExtKeyUsageClientAuth) {
 		return Component{}, sandbox.Errorf(CodeUnauthenticated, "the certificate is not for clients").Because("its extended key usage has no clientAuth")
 	}
 	return ComponentOf(leaf)
 }
 
-// Client makes the TLS settings of a client. With the name of a node the server has to
-// show that node's certificate, whatever its address; without, one for the host.
+// Client makes the TLS settings of a client. With the name of a node, the server has
+// to show that node's certificate, whatever its address. Without a name, it has to
+// show one for the host.
 func (m *Material) Client(node string) *tls.Config {
 	cfg := &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{m.certificate}, RootCAs: m.roots}
 	if node == "" {
 		return cfg
 	}
-	// VerifyConnection verifies all but the host, and the node's name instead.
+	// VerifyConnection verifies everything except the host, and the node's name
+	// instead.
 	cfg.InsecureSkipVerify = true
 	cfg.VerifyConnection = func(s tls.ConnectionState) error {
 		if _, err := m.verify(s.PeerCertificates, x509.ExtKeyUsageServerAuth); err != nil {
@@ -251,8 +257,9 @@ func (m *Material) Client(node string) *tls.Config {
 	return cfg
 }
 
-// Verify says how long a client's certificates, the leaf first, are valid by these CAs:
-// until the first in the chain expires.
+// Verify checks a client's certificates, the leaf first, against these CAs. They are
+// valid until the first certificate in the chain expires; of several chains the longest
+// valid one counts.
 func (m *Material) Verify(certs []*x509.Certificate) (until time.Time, err error) {
 	return m.verify(certs, x509.ExtKeyUsageClientAuth)
 }

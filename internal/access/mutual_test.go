@@ -88,7 +88,7 @@ func TestMutualFresh(t *testing.T) {
 			if err != nil {
 				return
 			}
-			_ = conn.(*tls.Conn).Handshake() // what comes of it is the client's to see
+			_ = conn.(*tls.Conn).Handshake() // the client sees the result
 			_ = conn.Close()
 		}
 	}()
@@ -109,7 +109,7 @@ func TestMutualFresh(t *testing.T) {
 	}
 }
 
-// TestMutualFiles: files that cannot be used are told of by name.
+// TestMutualFiles: the error for an unusable file names the file.
 func TestMutualFiles(t *testing.T) {
 	ca := accesstest.NewCA(t)
 	leaf := accesstest.NewFiles(t)
@@ -163,8 +163,9 @@ func TestMutualFiles(t *testing.T) {
 	}
 }
 
-// TestMutualLook: new files are used once they have been the same twice, all together
-// or none of them, also where they are links that are replaced, as Kubernetes does it.
+// TestMutualLook: new files are used once two looks have seen them unchanged, all
+// together or none of them. This holds for links that are replaced, too, as in
+// Kubernetes.
 func TestMutualLook(t *testing.T) {
 	ca := accesstest.NewCA(t)
 	m, files := mutualEnd(t, ca, "node/n1")
@@ -178,7 +179,7 @@ func TestMutualLook(t *testing.T) {
 	}
 	look(false, "")
 	files.WritePair(t, ca.Component("node/n1"))
-	look(false, "") // somebody may still write
+	look(false, "") // a program may still write
 	look(true, "")
 	second := m.Now()
 	if first == second {
@@ -195,7 +196,7 @@ func TestMutualLook(t *testing.T) {
 		files.WritePair(t, ca.Component("node/n1"))
 		look(false, "")
 		look(false, "ca.crt")
-		look(false, "") // told once
+		look(false, "") // returned once
 		if m.Now() != second {
 			t.Error("a good certificate is used without its CA")
 		}
@@ -257,8 +258,8 @@ func TestVerify(t *testing.T) {
 	}
 }
 
-// TestIssue: what is issued gives its role, to a node at both ends, and lives no longer
-// than its authority.
+// TestIssue: an issued certificate gives its role, a node's at both ends, and lives no
+// longer than its authority.
 func TestIssue(t *testing.T) {
 	dir := t.TempDir()
 	a, err := OpenAuthority(filepath.Join(dir, "ca"))
@@ -309,7 +310,7 @@ func TestIssue(t *testing.T) {
 	}
 }
 
-// FuzzCAs: whatever a file of CAs has, it is read whole or refused.
+// FuzzCAs: a file of CAs is read whole or refused.
 func FuzzCAs(f *testing.F) {
 	ca := accesstest.NewCA(f).PEM()
 	f.Add(ca)

@@ -5,38 +5,44 @@ import (
 	"slices"
 )
 
-// Operation is something that a node can be asked for, over whatever API. Those of
-// REST have the name that api/openapi.yaml gives them.
+// Operation is an operation of a node's APIs. Those of REST have the name that
+// api/openapi.yaml gives them.
 type Operation string
 
-// Rule says who an operation is for, and what is written down of it.
+// Rule says which callers an operation is for, and whether the audit log
+// records it.
 type Rule struct {
 	Need Permission
 	// Own lets the token of a sandbox look at that sandbox, beside using it.
 	Own bool
-	// Makes says that what is named and does not exist is made.
+	// Makes says that the operation makes the named object if it does not
+	// exist.
 	Makes bool
-	// Audit writes down what only needs Read as well.
+	// Audit records the operation although it only needs Read.
 	Audit bool
 	// Nodes lets the certificates of nodes call it, beside those of controllers and
-	// gateways. It is for what nodes ask of each other.
+	// gateways. It is for requests between nodes.
 	Nodes bool
 }
 
-// For reports whether a component may call the operation at all, for whomever.
+// For reports whether a component may call the operation at all, for any
+// principal.
 func (r Rule) For(c Component) bool { return c.Role != RoleNode || r.Nodes }
 
-// Audited reports whether the operation is in the audit log even if it is not
-// refused: whatever changes something, reaches into a sandbox or is about keys.
+// Audited reports whether the audit log records the operation even if it is not
+// refused. These operations change something, reach into a sandbox or concern
+// the node, its keys or credentials.
 func (r Rule) Audited() bool { return r.Need > Read || r.Audit }
 
-// Rule is that of the operation. One that is not listed needs None, which nobody has.
+// Rule returns the operation's rule. An operation that is not listed needs None,
+// which no role has.
 func (o Operation) Rule() Rule { return operations[o] }
 
-// Operations are all that are listed, sorted.
+// Operations lists all operations, sorted.
 func Operations() []Operation { return slices.Sorted(maps.Keys(operations)) }
 
-// operations has every operation. One that is missing is served to nobody.
+// operations has the rule of every operation. Requests for operations that are
+// missing are refused.
 var operations = map[Operation]Rule{
 	"getVersion": {Need: Anyone},
 	"getHealth":  {Need: Anyone, Nodes: true},
@@ -78,9 +84,9 @@ var operations = map[Operation]Rule{
 	"getFork":     {Need: Read},
 	"deleteFork":  {Need: Change},
 
-	// Streams of gRPC: what is done on one is an operation of its own each time.
+	// Streams of gRPC: each use of one is an operation of its own.
 	"useSandbox": {Need: Use},
-	// Which sandbox an id or a token is of.
+	// These find the sandbox of an id or of a token.
 	"findSandbox": {Need: Read},
 	"findToken":   {Need: Read},
 

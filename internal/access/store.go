@@ -17,8 +17,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// What is wrong with a credential. Whoever is told that a key has expired has
-// shown that they had it.
+// Reasons why a credential is refused. ErrExpired reveals nothing to a
+// stranger: only the holder of the key gets it.
 var (
 	ErrUnknown = errors.New("it is not known here")
 	ErrExpired = errors.New("it has expired")
@@ -32,13 +32,13 @@ var (
 
 // Keys in secrets.
 const (
-	// tokenSecret is what the tokens of sandboxes are derived from.
+	// tokenSecret is the secret that the tokens of sandboxes are derived from.
 	tokenSecret = "token-secret"
-	// firstKeyMade is there once the first key was made.
+	// firstKeyMade exists once the first key was made.
 	firstKeyMade = "first-key-made"
 )
 
-// record is a key as it is kept.
+// record is a key in the journal.
 type record struct {
 	Key
 	Digest string `json:"digest"`
@@ -48,7 +48,7 @@ type record struct {
 type held struct {
 	Key
 	digest digest
-	until  context.Context // ends when it is revoked or has expired
+	until  context.Context // ends when the key is revoked or has expired
 	end    context.CancelFunc
 }
 
@@ -57,16 +57,18 @@ type Store struct {
 	db     *journal.DB
 	secret []byte // of the tokens of sandboxes
 
-	turn sync.Mutex // held by who makes or revokes a key, and waits for the disk
+	turn sync.Mutex // held while a goroutine makes or revokes a key, and waits for the disk
 
 	mu sync.Mutex // protects all following fields
-	// byDigest finds a key by the digest of all of its text: how long that takes
-	// depends on a hash that nobody can choose, and says nothing about any key.
+	// byDigest finds a key by the digest of its whole text. A client cannot
+	// choose a text for its digest, so the time that the search takes reveals
+	// nothing about any key.
 	byDigest map[digest]*held
 	byID     map[KeyID]*held
 }
 
-// Open reads the keys of a journal. The caller closes the store before it.
+// Open reads the keys of a journal. The caller closes the store before the
+// journal.
 func Open(db *journal.DB) (*Store, error) {
 	s := &Store{db: db, byDigest: map[digest]*held{}, byID: map[KeyID]*held{}}
 	err := db.Update(func(tx *journal.Tx) error {
@@ -101,7 +103,8 @@ func Open(db *journal.DB) (*Store, error) {
 	return s, nil
 }
 
-// Close ends what waits for keys to expire, and requests that they are used for.
+// Close stops the waits for keys to expire, and cuts off the requests that use
+// keys.
 func (s *Store) Close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -110,7 +113,7 @@ func (s *Store) Close() {
 	}
 }
 
-// hold takes a key into memory. The caller has the lock, or the only reference.
+// hold takes a key into memory. The caller holds mu, or has the only reference.
 func (s *Store) hold(h *held) {
 	h.until, h.end = context.WithCancel(context.Background())
 	if !h.Expires.IsZero() {
@@ -119,7 +122,7 @@ func (s *Store) hold(h *held) {
 	s.byDigest[h.digest], s.byID[h.ID] = h, h
 }
 
-// Create makes a key. Its text is returned here and never again.
+// Create makes a key. Only this call returns its text.
 func (s *Store) Create(spec KeySpec) (text string, k Key, err error) {
 	if spec, err = spec.complete(); err != nil {
 		return "", k, err
@@ -150,8 +153,8 @@ func (s *Store) Create(spec KeySpec) (text string, k Key, err error) {
 	return text, k, nil
 }
 
-// expired counts the keys, and lists those that have expired. They are kept, so that whoever
-// uses one is told why it is refused, until they would keep others from being made.
+// expired counts the keys, and lists the expired ones. They are kept until they take the
+// place of new keys, so that their users are told why they are refused.
 func (s *Store) expired(now time.Time) (count int, found []*held) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -172,7 +175,7 @@ func (s *Store) drop(h *held) {
 	h.end()
 }
 
-// create makes a key of a complete spec. The caller has the turn.
+// create makes a key of a complete spec. The caller holds turn.
 func (s *Store) create(spec KeySpec, also func(*journal.Tx) error) (text string, k Key, err error) {
 	k = Key{ID: KeyID(random(keyIDLength)), Name: spec.Name, Role: spec.Role, Namespaces: spec.Namespaces, Created: time.Now().UTC()}
 	if spec.Lifetime > 0 {
@@ -197,8 +200,8 @@ func (s *Store) create(spec KeySpec, also func(*journal.Tx) error) (text string,
 	return text, k, nil
 }
 
-// FirstKey makes the first key of a node, an admin's. Once that was done it
-// makes none again, even if all are revoked: whoever may use the socket can.
+// FirstKey makes the first key of a node, an admin's. It does so only once,
+// even if all keys are revoked later: the users of the socket can make another.
 func (s *Store) FirstKey() (text string, k Key, err error) {
 	s.turn.Lock()
 	defer s.turn.Unlock()
@@ -234,7 +237,7 @@ func (s *Store) Keys() []Key {
 	return out
 }
 
-// Revoke forgets a key; requests that it is used for are cut off.
+// Revoke forgets a key, and cuts off the requests that use it.
 func (s *Store) Revoke(id KeyID) error {
 	s.turn.Lock()
 	defer s.turn.Unlock()
@@ -251,7 +254,8 @@ func (s *Store) Revoke(id KeyID) error {
 	return nil
 }
 
-// Find says whose key a text is. It takes the same steps for every text.
+// Find returns the principal of the key with this text. It takes the same steps
+// for every text.
 func (s *Store) Find(text string) (Principal, error) {
 	d := digestOf(text)
 	s.mu.Lock()
@@ -266,21 +270,22 @@ func (s *Store) Find(text string) (Principal, error) {
 	return Principal{Name: "key:" + string(h.ID), Role: h.Role, Namespaces: h.Namespaces, Until: h.until}, nil
 }
 
-// Token is what gives access to one sandbox and nothing else. It is derived from
-// the sandbox's id, which is never used again, and a secret of the node: it is
-// kept nowhere, is the same after a restart and for a request that is repeated,
-// and differs for every fork.
+// Token returns the token that gives access to one sandbox and nothing else. It
+// is derived from the sandbox's id, which is never used again, and a secret of
+// the node. So it is stored nowhere, is the same after a restart and for a
+// repeated request, and differs for every fork.
 func (s *Store) Token(id sandbox.ID) string {
 	mac := hmac.New(sha256.New, s.secret)
 	_, _ = mac.Write([]byte("sandbox-token/v1 " + string(id))) // never fails
 	return tokenPrefix + string(id) + "_" + text32.EncodeToString(mac.Sum(nil))
 }
 
-// IsToken reports whether a text is to be a sandbox's token.
+// IsToken reports whether a text has the form of a sandbox's token.
 func IsToken(text string) bool { return strings.HasPrefix(text, tokenPrefix) }
 
-// Sandbox says which sandbox a token is for. Whether there is one is another
-// question, to be asked only afterwards: a stranger does not learn the answer.
+// Sandbox checks a derived token and returns the id of its sandbox. The caller
+// may check only afterwards whether the sandbox exists, so that a stranger does
+// not learn that.
 func (s *Store) Sandbox(text string) (sandbox.ID, error) {
 	name, _, _ := strings.Cut(strings.TrimPrefix(text, tokenPrefix), "_")
 	want, got := digestOf(s.Token(sandbox.ID(name))), digestOf(text)
@@ -290,7 +295,8 @@ func (s *Store) Sandbox(text string) (sandbox.ID, error) {
 	return sandbox.ParseID(name)
 }
 
-// Read is what a token says. One that the store has not derived is known by its hash.
+// Read returns the meaning of a token's text: the sandbox of a derived token, the
+// hash of any other.
 func (s *Store) Read(text string) sandbox.Token {
 	if id, err := s.Sandbox(text); err == nil {
 		return sandbox.Token{Derived: id}
@@ -298,7 +304,7 @@ func (s *Store) Read(text string) sandbox.Token {
 	return sandbox.Token{Hash: sandbox.HashToken(text)}
 }
 
-// OfSandbox is the principal of a sandbox's token.
+// OfSandbox returns the principal of a sandbox's token.
 func OfSandbox(s sandbox.Sandbox) Principal {
 	return Principal{Name: "sandbox:" + string(s.ID), Role: RoleSandbox, Namespaces: []sandbox.Namespace{s.Namespace}, Sandbox: s.ID}
 }

@@ -14,8 +14,8 @@ import (
 
 type principalKey struct{}
 
-// WithPrincipal is the context of a principal's request: it ends with the key that
-// the request was made with. Cancel it when the request is over.
+// WithPrincipal returns the context of a principal's request. It ends when the key
+// or token of the request does. The caller cancels it when the request is over.
 func WithPrincipal(ctx context.Context, p access.Principal) (context.Context, context.CancelFunc) {
 	ctx = sandbox.WithPrincipal(ctx, sandbox.Principal(p.Name))
 	if p.Owns() {
@@ -32,23 +32,24 @@ func WithPrincipal(ctx context.Context, p access.Principal) (context.Context, co
 	return ctx, func() { stop(); cancel() }
 }
 
-// PrincipalOf is who makes a request.
+// PrincipalOf returns the principal that makes a request.
 func PrincipalOf(ctx context.Context) access.Principal {
 	p, _ := ctx.Value(principalKey{}).(access.Principal)
 	return p
 }
 
-// Target is what a request is about, as it says itself; nothing of it is checked.
+// Target is the target of a request, as the request names it. No field is
+// checked.
 type Target struct {
 	Operation access.Operation
-	// Kind, Namespace and Name are those of the object; without a kind it is about
-	// the namespace, without that about the node.
+	// Kind, Namespace and Name are those of the object. Without a kind the target
+	// is the namespace; without a namespace it is the node.
 	Kind            sandbox.Kind
 	Namespace, Name string
 }
 
-// Authorise refuses what a principal may not do with what a request names. It is
-// the one place where that is decided, for all APIs.
+// Authorise refuses an operation that a principal may not do with the request's
+// target. It is the one place where that is decided, for all APIs.
 func (c *Config) Authorise(ctx context.Context, p access.Principal, t Target) error {
 	rule := t.Operation.Rule()
 	if !rule.For(p.Via) {
@@ -88,8 +89,9 @@ func (c *Config) Authorise(ctx context.Context, p access.Principal, t Target) er
 	return sandbox.NotFound(t.Kind, k)
 }
 
-// MayPublish refuses to publish, or unpublish, what is not the principal's: whoever gives
-// images to all namespaces, or finds them without one, has to be for all of them.
+// MayPublish refuses to publish or unpublish an image if the principal is not for
+// all namespaces: publishing gives an image to all namespaces, and finds it without
+// a namespace.
 func MayPublish(ctx context.Context) error {
 	p := PrincipalOf(ctx)
 	if p.In(access.AllNamespaces) {
@@ -98,7 +100,7 @@ func MayPublish(ctx context.Context) error {
 	return sandbox.Errorf(sandbox.CodeDenied, "published images are those of all namespaces, and not all are yours").Try("Use a key that is for all namespaces (*)")
 }
 
-// NotForRole refuses an operation.
+// NotForRole is the error for an operation that a role may not call.
 func NotForRole(o access.Operation, r access.Role) error {
 	e := sandbox.Errorf(sandbox.CodeDenied, "%s is not for the role %s", o, r)
 	switch r {
@@ -110,12 +112,13 @@ func NotForRole(o access.Operation, r access.Role) error {
 	return e.Try("Use a key with more rights; docs/security.md has the table")
 }
 
-// deniedIn says nothing about what is in a namespace, nor whether it is used.
+// deniedIn reveals neither the objects of a namespace nor whether the namespace
+// is in use.
 func deniedIn(n sandbox.Namespace) error {
 	return sandbox.Errorf(sandbox.CodeDenied, "namespace %s is not one of yours", n).Try("Use a key of that namespace")
 }
 
-// PeerUID is the user at the other end of a Unix socket.
+// PeerUID returns the user id of the process at the other end of a Unix socket.
 func PeerUID(conn net.Conn) (uint32, error) {
 	c, ok := conn.(*net.UnixConn)
 	if !ok {

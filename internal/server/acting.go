@@ -7,7 +7,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// The metadata of a gRPC call by which a component says for whom it makes the call.
+// The metadata of a gRPC call by which a component names the principal that it acts
+// for.
 const (
 	actingPrefix     = "agentrun-"
 	actingPrincipal  = actingPrefix + "principal"
@@ -15,7 +16,9 @@ const (
 	actingNamespaces = actingPrefix + "namespaces"
 )
 
-// ActingOf reads it from metadata; nil is nobody else. What would be ignored is refused.
+// ActingOf reads the principal that a component names in metadata. It returns nil if the
+// component acts for itself. Unknown and repeated fields are errors, because otherwise
+// they would be ignored.
 func ActingOf(metadata map[string][]string) (*access.Acting, error) {
 	fields := map[string]string{actingPrincipal: "", actingRole: "", actingNamespaces: ""}
 	for key, values := range metadata {
@@ -35,7 +38,7 @@ func ActingOf(metadata map[string][]string) (*access.Acting, error) {
 	return access.ParseActing(fields[actingPrincipal], fields[actingRole], fields[actingNamespaces])
 }
 
-// ActingMetadata is what ActingOf reads.
+// ActingMetadata returns the metadata from which ActingOf reads a.
 func ActingMetadata(a access.Acting) map[string]string {
 	out := map[string]string{}
 	principal, role, namespaces := a.Fields()

@@ -11,14 +11,15 @@ import (
 // MaxObject is the length of an object in the audit log: names and ids fit.
 const MaxObject = 256
 
-// AuditFailed refuses what would not be in the log.
+// AuditFailed is the error for a request that the audit log cannot record.
 func AuditFailed() error {
 	return sandbox.Errorf(CodeAudit, "the audit log of the node cannot be written, so nothing is done that belongs into it").
 		Try("Make room on the disk of the daemon's state folder")
 }
 
-// Throttle bounds what is written into the audit log of requests that are refused: whoever
-// makes many could otherwise push everything else out of it. The zero value is ready to use.
+// Throttle bounds the lines that refused requests write into the audit log. Without it, a
+// client with many such requests could push all other lines out of the log. The zero value
+// is ready to use.
 type Throttle struct {
 	mu      sync.Mutex // protects all following fields
 	left    float64
@@ -31,7 +32,8 @@ const (
 	refusedPerSecond = 1
 )
 
-// Take asks for one more; if it is allowed, omitted is how many were not before.
+// Take asks to write one more line. If that is allowed, omitted is the number of
+// lines that were not allowed since the last one that was.
 func (t *Throttle) Take(now time.Time) (allowed bool, omitted int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -50,17 +52,20 @@ func (t *Throttle) Take(now time.Time) (allowed bool, omitted int) {
 	return true, omitted
 }
 
-// Throttles are those of principals, one each. The zero value is ready to use.
+// Throttles has one Throttle for each principal. The zero value is ready to
+// use.
 type Throttles struct {
 	mu  sync.Mutex // protects all following fields
 	all map[string]*Throttle
-	// others is shared by those who come while throttlesAtMost have one.
+	// others is shared by all further principals while throttlesAtMost
+	// principals have their own.
 	others Throttle
 }
 
 const throttlesAtMost = 4096
 
-// Of is the throttle of a principal; strangers have the empty name.
+// Of returns the throttle of a principal. Strangers share that of the empty
+// name.
 func (ts *Throttles) Of(principal string, now time.Time) *Throttle {
 	ts.mu.Lock()
 	defer ts.mu.Unlock()
@@ -81,7 +86,7 @@ func (ts *Throttles) Of(principal string, now time.Time) *Throttle {
 	return t
 }
 
-// idle reports whether a throttle is as good as a new one.
+// idle reports whether a throttle allows as much as a new one.
 func (t *Throttle) idle(now time.Time) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -6,7 +6,8 @@ import (
 	"time"
 )
 
-// TestStrangersAreBounded: who has no key cannot push others out of the log.
+// TestStrangersAreBounded: a client without a key cannot push the lines of
+// others out of the log.
 func TestStrangersAreBounded(t *testing.T) {
 	var th Throttle
 	now := time.Now()
@@ -31,8 +32,8 @@ func TestStrangersAreBounded(t *testing.T) {
 	}
 }
 
-// TestThrottles: each principal has a bound of its own, and there are not more of them than
-// are of use.
+// TestThrottles: each principal has a bound of its own, and the number of bounds is
+// limited.
 func TestThrottles(t *testing.T) {
 	var all Throttles
 	now := time.Now()

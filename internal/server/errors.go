@@ -12,7 +12,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Codes of refusals that sandboxes have no part in.
+// Codes of errors that sandboxes have no part in.
 const (
 	CodeMethod   sandbox.Code = "method_not_allowed"
 	CodeAccept   sandbox.Code = "not_acceptable"
@@ -22,7 +22,7 @@ const (
 	CodeAudit    sandbox.Code = "audit_failed"
 )
 
-// Codes of what goes wrong in a sandbox.
+// Codes of errors in a sandbox.
 const (
 	CodeCannotRun   sandbox.Code = "cannot_run"
 	CodeNoFile      sandbox.Code = "file_not_found"
@@ -32,7 +32,7 @@ const (
 	CodeUnavailable sandbox.Code = "unavailable"
 )
 
-// statuses are the HTTP statuses of all codes.
+// statuses has the HTTP status of each code.
 var statuses = map[sandbox.Code]int{
 	sandbox.CodeInvalid:        http.StatusBadRequest,
 	access.CodeUnauthenticated: http.StatusUnauthorized,
@@ -64,13 +64,14 @@ var statuses = map[sandbox.Code]int{
 	sandbox.CodeInternal:       http.StatusInternalServerError,
 }
 
-// Codes are all that an API can answer with.
+// Codes lists all codes that an API can answer with.
 func Codes() []sandbox.Code { return slices.Sorted(maps.Keys(statuses)) }
 
-// Status is the HTTP status of a code. The audit log has it for every API.
+// Status returns the HTTP status of a code. The audit log records it for every
+// API.
 func Status(c sandbox.Code) int { return statuses[c] }
 
-// ToError gives every error its code.
+// ToError gives each error a code.
 func ToError(err error) *sandbox.Error {
 	var own *sandbox.Error
 	var guest *guestrpc.Error
@@ -90,7 +91,7 @@ func ToError(err error) *sandbox.Error {
 	return sandbox.Errorf(sandbox.CodeInternal, "%v", err)
 }
 
-// guestCode is the code of what an agent says about its own things.
+// guestCode translates the code of an agent's error.
 func guestCode(c guestrpc.Code) sandbox.Code {
 	switch c {
 	case guestrpc.CodeNotFound:

@@ -2,15 +2,15 @@ package server
 
 import "sync"
 
-// Readiness says whether a daemon serves: not before it has swept what an earlier one has
-// left, and not any more when it shuts down. The zero value says no.
+// Readiness says whether a daemon serves. It does not serve until it has swept the
+// remains of an earlier daemon, nor once it shuts down. The zero value is not ready.
 type Readiness struct {
 	mu      sync.Mutex // protects all following fields
 	ready   bool
-	changed chan struct{} // closed by the next change; nil if nobody waits for it
+	changed chan struct{} // closed by the next change; nil if no goroutine waits for it
 }
 
-// Set says it, and tells those who wait for a change.
+// Set sets the state, and tells the goroutines that wait for a change.
 func (r *Readiness) Set(ready bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -24,7 +24,7 @@ func (r *Readiness) Set(ready bool) {
 	}
 }
 
-// Now tells whether the daemon serves, and closes changed when that is no longer so.
+// Now reports whether the daemon serves. The next change closes changed.
 func (r *Readiness) Now() (ready bool, changed <-chan struct{}) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -8,8 +8,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Named is the key of what is made of an object: by the name that was given, or
-// by one that is made up.
+// Named returns the key of an object that is made from another one: with the
+// given name, or else with a new name that begins with the other's.
 func Named(of sandbox.Key, given string) (k sandbox.Key, err error) {
 	k = sandbox.Key{Namespace: of.Namespace, Name: sandbox.NewName(of.Name)}
 	if given != "" {
@@ -18,7 +18,8 @@ func Named(of sandbox.Key, given string) (k sandbox.Key, err error) {
 	return k, err
 }
 
-// CheckText refuses what no C string can hold, and what is not text.
+// CheckText refuses text that is not valid UTF-8, and text with a NUL, which no
+// C string can hold.
 func CheckText(field, s string) error {
 	if !utf8.ValidString(s) || strings.IndexByte(s, 0) >= 0 {
 		return sandbox.Invalid(field, "it has a NUL or is not valid UTF-8")
@@ -26,7 +27,7 @@ func CheckText(field, s string) error {
 	return nil
 }
 
-// Trimmed shortens untrusted text in an error.
+// Trimmed shortens untrusted text for an error.
 func Trimmed(s string) string { return TrimmedTo(s, 80) }
 
 // TrimmedTo shortens untrusted text to a length.
@@ -43,8 +44,8 @@ const (
 	maxPage     = 1000
 )
 
-// Page reads the parameters of a list. It asks for one object more than it
-// shows, to know whether there is a next page.
+// Page reads the parameters of a list. It asks for one object more than the
+// page shows, to find out whether there is a next page.
 func Page(limit *int, after string) (sandbox.Page, error) {
 	n := defaultPage
 	if limit != nil {
@@ -59,13 +60,13 @@ func Page(limit *int, after string) (sandbox.Page, error) {
 	return sandbox.Page{After: after, Limit: n + 1}, nil
 }
 
-// maxPageBytes is how large the objects of a page may become together before the page ends:
-// a message of gRPC has at most 4 MiB. A page has one object at least.
+// maxPageBytes ends a page when the objects on it have reached this size together: a
+// message of gRPC has at most 4 MiB. A page has at least one object.
 const maxPageBytes = 1 << 20
 
-// List finds the objects of a page and shows them, as many as were asked for or as fit;
-// next is where the next page begins, and empty if there is none. size is how many bytes
-// one is that is shown.
+// List finds the objects of a page and shows them, up to the limit of the request and of
+// maxPageBytes. next is where the next page begins; it is empty if there is none. size
+// returns the size of a shown object in bytes.
 func List[T, R any](ctx context.Context, n sandbox.Namespace, p sandbox.Page,
 	find func(context.Context, sandbox.Namespace, sandbox.Page) ([]T, error), position func(T) string,
 	show func(context.Context, T) (R, error), size func(R) int,
@@ -81,7 +82,7 @@ func List[T, R any](ctx context.Context, n sandbox.Namespace, p sandbox.Page,
 			return items, "", nil
 		}
 		for _, one := range found {
-			if left == 1 || bytes >= maxPageBytes { // there is one more than is shown
+			if left == 1 || bytes >= maxPageBytes { // there is one object more than the page shows
 				return items, after, nil
 			}
 			left, after = left-1, position(one)
@@ -98,7 +99,8 @@ func List[T, R any](ctx context.Context, n sandbox.Namespace, p sandbox.Page,
 	}
 }
 
-// Plain is show, for List, of what is shown without asking further.
+// Plain makes a show function for List from one that asks no one else and
+// cannot fail.
 func Plain[T, R any](show func(T) R) func(context.Context, T) (R, error) {
 	return func(_ context.Context, v T) (R, error) { return show(v), nil }
 }

@@ -1,6 +1,6 @@
-// Package server is what the APIs of a node have in common: the service that they
-// serve, who may do what with it, what is written down, and the words for what goes
-// wrong. Each API is a package of its own below.
+// Package server has the parts that all APIs of a node share: the service that they
+// serve, the rights to use it, the audit of requests, and the codes of errors. Each
+// API is a package of its own below.
 package server
 
 import (
@@ -15,11 +15,12 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Service is what is served. *node.Manager implements it. The context of each call
-// says who makes it (sandbox.PrincipalOf). A request with an identity (sandbox.Once)
-// that was done before has the same answer again, and replayed says so. A method with
-// preconditions does nothing to an object that does not meet all of them. Of owners one may be
-// given; who may is in the context, too (sandbox.MayOwn).
+// Service is the service that all APIs serve. *node.Manager implements it. The context of each
+// call names the principal that makes it (sandbox.PrincipalOf). A request with an identity
+// (sandbox.Once) that was served before gets the same answer again, with replayed set. A
+// method with preconditions leaves an object alone unless the object meets all of them. A call
+// may give at most one owner; the context also says whether the principal may give one
+// (sandbox.MayOwn).
 type Service interface {
 	ApplyTemplate(ctx context.Context, k sandbox.Key, spec sandbox.TemplateSpec, owner ...sandbox.UID) (sandbox.Template, error)
 	Template(ctx context.Context, k sandbox.Key) (sandbox.Template, error)
@@ -36,7 +37,8 @@ type Service interface {
 	Claim(ctx context.Context, r sandbox.ClaimRequest) (s sandbox.Sandbox, replayed bool, err error)
 	Sandbox(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error)
 	SandboxByID(ctx context.Context, id sandbox.ID) (sandbox.Sandbox, error)
-	// SandboxOfToken also has a context that ends when the token is replaced.
+	// SandboxOfToken also returns a context that ends when the token is
+	// replaced.
 	SandboxOfToken(ctx context.Context, t sandbox.Token) (sandbox.Sandbox, context.Context, error)
 	ReleaseOwner(ctx context.Context, r sandbox.ReleaseRequest) error
 	Sandboxes(ctx context.Context, r sandbox.SandboxesRequest) ([]sandbox.Sandbox, error)
@@ -90,54 +92,58 @@ type Service interface {
 	Watch(ctx context.Context, r sandbox.WatchRequest, each func(sandbox.Event) error) error
 }
 
-// Snapshots is what is served of snapshots that travel between nodes. *node.Manager implements it.
+// Snapshots serves snapshots that travel between nodes. *node.Manager implements it.
 type Snapshots interface {
-	// SnapshotOffer is what another node needs to fetch a template's snapshot, by its digest.
+	// SnapshotOffer returns the offer that another node needs to fetch a template's snapshot,
+	// by its digest.
 	SnapshotOffer(ctx context.Context, digest string) (sandbox.Offer, error)
-	// FetchTemplate is ApplyTemplate with a snapshot that is fetched and not built.
+	// FetchTemplate is ApplyTemplate with a snapshot that is fetched instead of
+	// built.
 	FetchTemplate(ctx context.Context, r sandbox.FetchRequest) (sandbox.Template, error)
-	// SnapshotDigests gives a page of the digests of a layer's parts, ReadSnapshot such parts.
+	// SnapshotDigests returns a page of the digests of a layer's parts. ReadSnapshot sends
+	// such parts.
 	SnapshotDigests(ctx context.Context, r sandbox.SnapshotRead, from uint32) ([]byte, error)
 	ReadSnapshot(ctx context.Context, r sandbox.SnapshotRead, send func(number uint32, content []byte) error) error
 }
 
-// Authenticator says whose credentials a request shows. Each API finds them in its
-// own way: in a header, or in what the kernel knows of a socket.
+// Authenticator finds the principal of a request's credentials. Each API finds the
+// credentials in its own way: in a header, or by asking the kernel about a socket.
 type Authenticator interface {
 	Authenticate(ctx context.Context, c access.Credentials) (access.Principal, error)
 }
 
-// Auditor keeps what was done. *audit.Log is one.
+// Auditor records requests. *audit.Log implements it.
 type Auditor interface{ Write(audit.Event) error }
 
-// Config is what a server of any API works with.
+// Config is the configuration of a server of any API.
 type Config struct {
 	Service Service
-	// Snapshots is what travels between nodes; nil is nothing.
+	// Snapshots serves snapshots to other nodes; nil serves no snapshots.
 	Snapshots Snapshots
-	// Access makes keys and tokens, Audit keeps what is done with them.
+	// Access makes keys and tokens, Audit records their use.
 	Access *access.Store
 	Audit  Auditor
-	// Authenticator says who makes a request; nil knows those of Access, and users
-	// of this machine.
+	// Authenticator finds the principal of a request. With nil the server accepts
+	// the credentials of Access, and users of this machine.
 	Authenticator Authenticator
-	// Version is the daemon's, Endpoint where others reach it.
+	// Version is the daemon's version, Endpoint the address at which others
+	// reach it.
 	Version, Endpoint string
 	Log               *slog.Logger
-	// Readiness says whether the daemon serves; nil is always.
+	// Readiness says whether the daemon serves; nil means always.
 	Readiness *Readiness
-	// Work is told what is done inside of sandboxes; nil is nobody.
+	// Work observes the operations inside of sandboxes; it may be nil.
 	Work sandbox.Observer
 	// Contexts are shared by all servers of a daemon; nil makes the server's own.
 	Contexts *Contexts
-	// BodyTimeout is how long a client may take to send a message or a JSON body, and
-	// StallTimeout how long it may neither send nor take anything while it
-	// streams. 0 are 30 seconds and a minute. The second is the longer one: an
-	// answer may have to wait for what is left of a body.
+	// BodyTimeout is how long a client may take to send a message or a JSON body.
+	// StallTimeout is how long it may neither send nor receive during a stream. 0
+	// means 30 seconds and a minute. StallTimeout is the longer one, because an
+	// answer may have to wait for the rest of a body.
 	BodyTimeout, StallTimeout time.Duration
 }
 
-// WithDefaults fills in what was left open.
+// WithDefaults fills in the fields that were left out.
 func (c Config) WithDefaults() Config {
 	if c.Authenticator == nil {
 		c.Authenticator = access.Authenticator{Store: c.Access, Sandbox: c.Service.SandboxOfToken}

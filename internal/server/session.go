@@ -10,7 +10,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Session is a sandbox that a request uses, with what requests leave open.
+// Session is a sandbox that a request uses. It fills in the fields that the
+// request leaves out.
 type Session struct {
 	sandbox.Session
 	observer sandbox.Observer
@@ -30,7 +31,7 @@ func (c *Config) Use(ctx context.Context, k sandbox.Key) (*Session, error) {
 	return &Session{s, c.Work, c.Contexts}, nil
 }
 
-// Sandbox looks at a sandbox.
+// Sandbox returns the record of a sandbox.
 func (c *Config) Sandbox(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
 	s, err := c.Service.Sandbox(ctx, k)
 	if err == nil {
@@ -42,8 +43,8 @@ func (c *Config) Sandbox(ctx context.Context, k sandbox.Key) (sandbox.Sandbox, e
 	return s, nil
 }
 
-// checkOwn refuses a sandbox that is not the one of the token: the name may have gone
-// to another since the request was authorised.
+// checkOwn refuses a sandbox other than the token's: since the request was
+// authorised, another sandbox may have got the name.
 func checkOwn(ctx context.Context, s sandbox.Sandbox) error {
 	if only := PrincipalOf(ctx).Sandbox; only != "" && s.ID != only {
 		return sandbox.NotFound(sandbox.KindSandbox, s.Key)
@@ -51,20 +52,21 @@ func checkOwn(ctx context.Context, s sandbox.Sandbox) error {
 	return nil
 }
 
-// Begin tells the observer of something that is done in the sandbox.
+// Begin tells the observer that an operation begins in the sandbox.
 func (s *Session) Begin(ctx context.Context, op sandbox.Op) (context.Context, func(error)) {
 	ctx, end := s.observer.Begin(ctx, s.Record().Work(op))
 	return ctx, func(err error) { end(sandbox.Outcome{Err: err}) }
 }
 
-// Scope is as whom and from where files are reached where nothing else is said.
+// Scope is the user and the workdir for access to files, unless the request has
+// others.
 func (s *Session) Scope() guestrpc.FileScope {
 	r := s.Record()
 	return guestrpc.FileScope{User: r.User, Workdir: r.Workdir}
 }
 
-// Exec starts a program; user and working folder are the sandbox's where the
-// request has none. The environment is there already.
+// Exec starts a program. If the request has no user or workdir, it gets those
+// of the sandbox. The agent already has the sandbox's environment.
 func (s *Session) Exec(ctx context.Context, req guestrpc.ExecRequest) (*guestrpc.AttachedExec, error) {
 	scope := s.Scope()
 	if req.User == "" {
@@ -76,8 +78,9 @@ func (s *Session) Exec(ctx context.Context, req guestrpc.ExecRequest) (*guestrpc
 	return s.Agent().Exec(ctx, req)
 }
 
-// DefaultContext names the context of a language that code runs in where none is
-// named, and sees to it that it is there, with the sandbox's user and folder.
+// DefaultContext returns the name of the context that runs code of a language if
+// the request names no context. It makes the context if it is missing, with the
+// sandbox's user and workdir.
 func (s *Session) DefaultContext(ctx context.Context, language string) (string, error) {
 	name := "default"
 	if language != "" && language != "python" {
@@ -96,21 +99,21 @@ func (s *Session) DefaultContext(ctx context.Context, language string) (string, 
 	return name, nil
 }
 
-// CloseContext ends the kernel of a context and forgets the context.
+// CloseContext ends the interpreter of a context and forgets the context.
 func (s *Session) CloseContext(ctx context.Context, id string) error {
 	s.ForgetContext(id)
 	return s.Agent().CloseContext(ctx, id)
 }
 
-// ForgetContext is for a context that is being closed.
+// ForgetContext forgets a context that is being closed.
 func (s *Session) ForgetContext(id string) { s.contexts.drop(contextID{s.Record().ID, id}) }
 
-// maxContexts bounds the contexts that are remembered. One that was forgotten is
-// asked for again.
+// maxContexts bounds the contexts that are remembered. If one was forgotten, the
+// agent is asked for it again.
 const maxContexts = 10_000
 
-// Contexts remembers which default contexts of sandboxes were seen to be there.
-// The servers of one daemon share it: what one of them closes is gone for all.
+// Contexts remembers which default contexts exist in sandboxes. The servers of
+// one daemon share it, so a context that one of them closes is gone for all.
 type Contexts struct {
 	mu   sync.Mutex // protects seen
 	seen map[contextID]bool
@@ -122,7 +125,7 @@ type contextID struct {
 	name    string
 }
 
-// NewContexts remembers none.
+// NewContexts returns an empty Contexts.
 func NewContexts() *Contexts { return &Contexts{seen: map[contextID]bool{}} }
 
 func (c *Contexts) has(key contextID) bool {

@@ -42,22 +42,23 @@ func (ca *CA) PEM() []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: ca.cert.Raw})
 }
 
-// Pool has the CA alone.
+// Pool contains only this CA.
 func (ca *CA) Pool() *x509.CertPool {
 	pool := x509.NewCertPool()
 	pool.AddCert(ca.cert)
 	return pool
 }
 
-// Spec is what a certificate is to be. What is left out is valid for both ends, at the
-// loopback, from an hour ago for an hour.
+// Spec describes a certificate. By default it is valid for both ends, at the loopback,
+// from an hour ago for another hour.
 type Spec struct {
 	URIs        []string
 	Uses        []x509.ExtKeyUsage
 	From, Until time.Time
 	// NoUse leaves the extended key usage out.
 	NoUse bool
-	// By signs it instead of the CA: a certificate of Issue, as if it were a CA.
+	// By signs it instead of the CA: a certificate from Issue, used as if it
+	// were a CA's.
 	By *tls.Certificate
 }
 
@@ -97,7 +98,7 @@ func (ca *CA) Issue(s Spec) tls.Certificate {
 	return out
 }
 
-// Component makes the certificate of one, ROLE/NAME.
+// Component makes the certificate of a component, ROLE/NAME.
 func (ca *CA) Component(name string) tls.Certificate {
 	ca.t.Helper()
 	return ca.Issue(Spec{URIs: []string{"spiffe://agentrun.dev/" + name}})
@@ -167,7 +168,7 @@ func (f Files) WriteCAs(t testing.TB, cas ...*CA) {
 	Replace(t, f.CA, text)
 }
 
-// Replace writes a file that nobody sees in part.
+// Replace writes a file so that no reader sees it in part.
 func Replace(t testing.TB, path string, text []byte) {
 	t.Helper()
 	if err := durable.ReplaceVolatile(path, text, 0o600); err != nil {

@@ -1,6 +1,7 @@
-// Package audit keeps the log of who did what: lines of JSON that are only ever
-// appended, in a file that is rotated by its size. What it cannot write it says,
-// so that the caller can refuse what it was about to do.
+// Package audit keeps the log of requests and their principals: lines of JSON
+// that are only ever appended, in a file that is rotated by its size. It reports
+// a line that it cannot write, so that the caller can refuse the request before
+// it has an effect.
 package audit
 
 import (
@@ -19,68 +20,71 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Stage is which part of a request an event is about.
+// Stage is the part of a request that an event is about.
 type Stage string
 
-// The stages. What changes something or reaches into a sandbox is written before
-// it is done, and again with its result; what is refused only has an end.
+// The stages. A request that changes something or reaches into a sandbox is
+// written before it is done, and again with its result. A refused request only
+// has an end.
 const (
 	Start Stage = "start"
 	End   Stage = "end"
 )
 
-// Event is one line. It has nothing of a request's body, query or headers.
+// Event is one line. It contains nothing of a request's body, query or headers.
 type Event struct {
 	Time      time.Time `json:"time"`
 	Stage     Stage     `json:"stage"`
 	Request   string    `json:"request"`
 	Principal string    `json:"principal,omitempty"`
-	// Via is the component whose certificate was shown, ROLE:NAME. It has named the
-	// principal, if that is another.
+	// Via is the component that has shown its certificate, ROLE:NAME. If the
+	// principal is another, Via has named it.
 	Via       string `json:"via,omitempty"`
 	Verb      string `json:"verb,omitempty"`
 	Namespace string `json:"namespace,omitempty"`
 	Object    string `json:"object,omitempty"`
-	// Code is the HTTP status, of an End.
+	// Code is the HTTP status; only an End has it.
 	Code   int    `json:"code,omitempty"`
 	Remote string `json:"remote"`
-	// Essential is an event of somebody who may make room on the disk. While that is full,
-	// half of the room that is set aside for the log is for such events alone.
+	// Essential marks an event of a principal that may free room on the disk. While the
+	// disk is full, half of the room that is set aside for the log is for such events
+	// alone.
 	Essential bool `json:"-"`
-	// Omitted is how many requests of the principal, or of strangers, were refused since
-	// the event before and not written.
+	// Omitted is the number of requests of the principal, or of strangers, that were
+	// refused but not written since the event before.
 	Omitted int `json:"omitted,omitempty"`
 }
 
-// Config says where the log is.
+// Config is the configuration of a log.
 type Config struct {
 	Dir string
-	// MaxBytes is how large the file gets, Keep how many full ones there are
-	// beside it. 0 are 64 MiB and 7.
-	// A full one stays in use for as long as the disk has no room for the next.
+	// MaxBytes is the greatest size of the file, Keep the number of full files
+	// beside it. 0 means 64 MiB and 7. A full file stays in use for as long as
+	// the disk has no room for the next.
 	MaxBytes int64
 	Keep     int
-	// Failed is told of what goes wrong while nobody waits for it.
+	// Failed is called with errors that no caller of Write gets.
 	Failed func(error)
 }
 
 const (
 	defaultBytes = 64 << 20
 	defaultKeep  = 7
-	// syncDelay is how long an event may be in the kernel's memory only. A killed
-	// daemon loses nothing, a machine that loses power this much.
+	// syncDelay is how long an event may be in the kernel's memory only. If the
+	// daemon is killed, no event is lost. If the machine loses power, the events
+	// of this time are.
 	syncDelay = time.Second
 	fileName  = "audit.log"
-	// nextName is the file that the log goes on in after the next rotation.
+	// nextName is the file that becomes the log at the next rotation.
 	nextName = "audit.next"
-	// Room that is set aside on the disk for what the log grows by: a thirty-second part
+	// The room that is set aside on the disk for the log to grow: a thirty-second part
 	// of the disk, and no more than 8 MiB.
 	asidePart = 32
 	mostAside = 8 << 20
 )
 
-// ErrFull says that the disk is full, and that what is set aside for the log is for those
-// who can make room.
+// ErrFull says that the disk is full, and that the rest of the room set aside for the log
+// is for principals that can free room.
 var ErrFull = errors.New("the disk is full, and what is left of the room for the log is for administrators")
 
 // Log is an open log. Its methods are safe for concurrent use.
@@ -91,14 +95,14 @@ type Log struct {
 	file   *os.File
 	size   int64
 	aside  durable.Aside
-	short  bool  // half of that is used up, and the disk has no more
+	short  bool  // half of aside is used up, and the disk has no more room
 	torn   bool  // a line was written in part
 	failed error // of the last sync
 	timer  *time.Timer
 	closed bool
 }
 
-// Open opens the log in a folder, and makes it if there is none.
+// Open opens the log in a folder, and makes it if it is missing.
 func Open(cfg Config) (*Log, error) {
 	if cfg.MaxBytes == 0 {
 		cfg.MaxBytes = defaultBytes
@@ -125,7 +129,7 @@ func (l *Log) path(n int) string {
 	return p
 }
 
-// open opens the file to write to. The caller has the lock.
+// open opens the file to write to. The caller holds mu.
 func (l *Log) open() error {
 	f, err := openFile(l.path(0))
 	if err != nil {
@@ -153,7 +157,7 @@ func asideFor(f *os.File) (durable.Aside, error) {
 	return durable.Aside{Most: most}, err
 }
 
-// goOnIn makes a file the one that is written to.
+// goOnIn makes a file the one that the log writes to.
 func (l *Log) goOnIn(f *os.File, aside durable.Aside) error {
 	info, err := f.Stat()
 	if err != nil {
@@ -170,8 +174,8 @@ func (l *Log) goOnIn(f *os.File, aside durable.Aside) error {
 	return nil
 }
 
-// Write appends an event. When it returns nil the event survives whatever
-// happens to the process.
+// Write appends an event. When it returns nil, the event survives the end of
+// the process.
 func (l *Log) Write(e Event) error {
 	line, err := json.Marshal(e)
 	if err != nil {
@@ -212,7 +216,7 @@ func (l *Log) append(line []byte, essential bool) (err error) {
 	}
 	l.torn = false
 	if l.failed != nil {
-		// The disk has refused before: this time it is asked.
+		// The last sync has failed, so this event is synced at once.
 		l.failed = l.file.Sync()
 		return l.failed
 	}
@@ -222,7 +226,7 @@ func (l *Log) append(line []byte, essential bool) (err error) {
 	return nil
 }
 
-// sync is called some time after something was written.
+// sync writes the file to disk, syncDelay after an event.
 func (l *Log) sync() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -235,9 +239,9 @@ func (l *Log) sync() {
 	}
 }
 
-// rotate begins a new file, unless the disk has no room for one: the log goes on in the
-// file that it has then. One that is cut off in the middle is done again, or leaves a gap
-// in the numbers.
+// rotate begins a new file. If the disk has no room for one, the log goes on in the
+// current file. A rotation that is interrupted is done again, or leaves a gap in the
+// numbers.
 func (l *Log) rotate() (err error) {
 	next, err := openFile(filepath.Join(l.cfg.Dir, nextName))
 	if err != nil {
@@ -261,7 +265,7 @@ func (l *Log) rotate() (err error) {
 	if err := l.file.Sync(); err != nil {
 		return err
 	}
-	// Where the last try came this far, moving files again would lose the oldest.
+	// If the last try came this far, moving files again would lose the oldest.
 	if _, err := os.Lstat(l.path(0)); err == nil {
 		for n := l.cfg.Keep; n > 0; n-- {
 			if err := os.Rename(l.path(n-1), l.path(n)); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -277,7 +281,7 @@ func (l *Log) rotate() (err error) {
 		return err
 	}
 	next = nil
-	// What was set aside and not used is given back.
+	// The full file gives back the room that was set aside and not used.
 	return errors.Join(full.Truncate(size), full.Close(), durable.SyncFolder(l.cfg.Dir))
 }
 

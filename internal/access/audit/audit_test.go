@@ -33,7 +33,8 @@ func write(t *testing.T, l *Log, request string) {
 	}
 }
 
-// requests reads the lines of a file; what is no event is told by its text.
+// requests reads the lines of a file; a line that is not an event is returned
+// as text.
 func requests(t *testing.T, path string) (out []string) {
 	t.Helper()
 	data, err := os.ReadFile(path)
@@ -59,8 +60,8 @@ func same(t *testing.T, got []string, want ...string) {
 	}
 }
 
-// TestAppends: events stay, also those of the daemon before, and nobody else
-// reads them.
+// TestAppends: events stay, also those of an earlier daemon, and other users
+// cannot read them.
 func TestAppends(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "audit")
 	path := filepath.Join(dir, fileName)
@@ -81,7 +82,7 @@ func TestAppends(t *testing.T) {
 			t.Errorf("%v, %v", info, err)
 		}
 	}
-	// Whatever is in an event is one line.
+	// An event is one line, whatever its fields contain.
 	if err := l.Write(Event{Request: "a\nb", Object: "\x00\xff\u2028\"}\n{"}); err != nil {
 		t.Fatal(err)
 	}
@@ -127,7 +128,8 @@ func TestRotates(t *testing.T) {
 	same(t, requests(t, filepath.Join(dir, fileName+".2")), last...)
 }
 
-// TestTorn: half a line, of a machine that went down, spoils no other.
+// TestTorn: half a line, left when a machine went down, does not spoil the next
+// line.
 func TestTorn(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, fileName)
@@ -139,7 +141,8 @@ func TestTorn(t *testing.T) {
 	same(t, requests(t, path), "whole", `!{"requ`, "next")
 }
 
-// TestFullDisk: what cannot be written is said, and goes on when there is room.
+// TestFullDisk: an event that cannot be written is an error, and writing goes
+// on when there is room.
 func TestFullDisk(t *testing.T) {
 	dir := t.TempDir()
 	l := open(t, Config{Dir: dir})
@@ -159,8 +162,8 @@ func TestFullDisk(t *testing.T) {
 	same(t, requests(t, filepath.Join(dir, fileName)), "1", "3")
 }
 
-// TestSync: what was written is on disk a moment later; a disk that refuses is
-// told, and is asked with every event until it takes one.
+// TestSync: an event is on disk a moment later. A disk that refuses is
+// reported, and each further event is synced until the disk accepts one.
 func TestSync(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var told []error
@@ -197,7 +200,7 @@ func TestSync(t *testing.T) {
 	})
 }
 
-// TestSymlink: the log is not written somewhere else.
+// TestSymlink: a link does not make the log go elsewhere.
 func TestSymlink(t *testing.T) {
 	dir := t.TempDir()
 	if err := os.Symlink(filepath.Join(t.TempDir(), "other"), filepath.Join(dir, fileName)); err != nil {
@@ -209,7 +212,7 @@ func TestSymlink(t *testing.T) {
 	}
 }
 
-// TestAtOnce: many write, and every line is whole.
+// TestAtOnce: many goroutines write, and every line is whole.
 func TestAtOnce(t *testing.T) {
 	dir := t.TempDir()
 	l := open(t, Config{Dir: dir, MaxBytes: 1 << 12, Keep: 100})
@@ -239,7 +242,7 @@ func TestAtOnce(t *testing.T) {
 	}
 }
 
-// BenchmarkWrite is what an audited request pays twice.
+// BenchmarkWrite measures the write that an audited request does twice.
 func BenchmarkWrite(b *testing.B) {
 	l, err := Open(Config{Dir: b.TempDir()})
 	if err != nil {

@@ -21,7 +21,7 @@ func smallDisk(t *testing.T) string {
 	return dir
 }
 
-// fill takes all room that a disk has left, and returns the file that has it.
+// fill takes all free room of a disk, and returns the file that takes it.
 func fill(t *testing.T, dir string) (filler string) {
 	t.Helper()
 	filler = filepath.Join(dir, "filler")
@@ -42,9 +42,9 @@ func fill(t *testing.T, dir string) (filler string) {
 	}
 }
 
-// TestSetAside: on a full disk the log has room for everybody, then for administrators
-// alone, and then for nobody; also a log that is opened then. All is well again when the
-// disk has room.
+// TestSetAside: on a full disk the log has room for all events, then for those of
+// administrators alone, and then for no event. The same holds for a log that is opened
+// then. When the disk has room again, all events are written.
 func TestSetAside(t *testing.T) {
 	disk := smallDisk(t)
 	cfg := Config{Dir: filepath.Join(disk, "audit")}
@@ -85,13 +85,13 @@ func TestSetAside(t *testing.T) {
 	}
 	lines := requests(t, filepath.Join(cfg.Dir, fileName))
 	torn := slices.DeleteFunc(lines, func(s string) bool { return len(s) == 1000 })
-	if len(torn) > 1 { // the last of a disk that was full
+	if len(torn) > 1 { // the last line on a disk that was full
 		t.Errorf("%d events are broken", len(torn))
 	}
 }
 
-// TestRotationNeedsRoom: a log that is full goes on in its file while the disk is full, and
-// in the next one once there is room; what was set aside and not used is given back.
+// TestRotationNeedsRoom: a full log goes on in its file while the disk is full, and in the
+// next one once there is room. The room that was set aside and not used is given back.
 func TestRotationNeedsRoom(t *testing.T) {
 	disk := smallDisk(t)
 	cfg := Config{Dir: filepath.Join(disk, "audit"), MaxBytes: 16 << 10}

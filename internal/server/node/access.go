@@ -14,16 +14,16 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// method is what is known about a call before it is served.
+// method describes a method, for checks before a call is served.
 type method struct {
 	operation access.Operation
 	kind      sandbox.Kind
-	// by is the field that names the object; a call without one is about a
-	// namespace, or about the node.
+	// by is the field that names the object. A call without one is for a
+	// namespace, or for the node.
 	by protoreflect.Name
 }
 
-// methods has every method. One that is missing is served to nobody.
+// methods has every method. Calls of methods that are missing are refused.
 var methods = map[string]method{
 	healthv1.Health_Check_FullMethodName: {operation: "getHealth"},
 	healthv1.Health_List_FullMethodName:  {operation: "getHealth"},
@@ -99,8 +99,8 @@ var methods = map[string]method{
 	nodev1.Node_RestoreCheckpoint_FullMethodName: {"restoreCheckpoint", sandbox.KindCheckpoint, "checkpoint"},
 }
 
-// operationOf is that of a method. One that is not listed has its name, which is no
-// operation's.
+// operationOf returns the operation of a method. For a method that is not listed,
+// it returns the method's name, which is no operation's.
 func operationOf(full string) access.Operation {
 	if m, listed := methods[full]; listed {
 		return m.operation
@@ -116,7 +116,8 @@ func checkListed(full string) error {
 	return nil
 }
 
-// authoriseCall refuses what a principal may not do with what a message names.
+// authoriseCall refuses a call that the principal may not make for the object
+// in its message.
 func (n *nodeAPI) authoriseCall(ctx context.Context, who access.Principal, full string, req any) error {
 	if err := checkListed(full); err != nil {
 		return err

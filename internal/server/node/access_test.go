@@ -22,8 +22,8 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// TestMethods: every method is an operation that somebody may, and no other is
-// listed. What changes something needs the right to.
+// TestMethods: every method is an operation that some role may call, and no
+// other is listed. A method that changes something needs the permission to.
 func TestMethods(t *testing.T) {
 	served := map[string]bool{}
 	add := func(d grpc.ServiceDesc, name string) {
@@ -86,7 +86,7 @@ func (c *nodeClient) callAll(t *testing.T, before func(full string), refused fun
 	}
 }
 
-// TestUnlisted: an operation or a method that is not listed is served to nobody.
+// TestUnlisted: an operation or a method that is not listed is refused.
 func TestUnlisted(t *testing.T) {
 	c := newNodeClient(t)
 	cfg := c.Config()
@@ -103,7 +103,7 @@ func TestUnlisted(t *testing.T) {
 	})
 }
 
-// TestAllAuthorised: no method forgets to ask what its caller may.
+// TestAllAuthorised: every method asks whether its caller may call it.
 func TestAllAuthorised(t *testing.T) {
 	var who asked
 	who.now("")
@@ -113,7 +113,7 @@ func TestAllAuthorised(t *testing.T) {
 	})
 }
 
-// asked is an authenticator for which everybody is one principal.
+// asked is an authenticator that makes all callers one principal.
 type asked struct {
 	atomic.Pointer[access.Principal]
 }
@@ -122,13 +122,13 @@ func (a *asked) Authenticate(context.Context, access.Credentials) (access.Princi
 	return *a.Load(), nil
 }
 
-// now makes everybody a principal of a role.
+// now makes all callers a principal of a role.
 func (a *asked) now(role access.Role, namespaces ...sandbox.Namespace) {
 	a.Store(&access.Principal{Name: "key:test", Role: role, Namespaces: namespaces})
 }
 
-// TestNodeRoles: calls need what the same operation needs over REST, and a namespace
-// of the principal's. What is refused is in the audit log.
+// TestNodeRoles: calls need the permissions of the same operation over REST, and a
+// namespace of the principal's. Refused calls are in the audit log.
 func TestNodeRoles(t *testing.T) {
 	var who asked
 	who.now(access.RoleAdmin, access.AllNamespaces)
@@ -166,8 +166,8 @@ func TestNodeRoles(t *testing.T) {
 	wantRefused(t, err, codes.PermissionDenied, "permission_denied", "getSandbox")
 }
 
-// TestRefusedAreBounded: of calls that are refused a principal cannot write as many into the
-// audit log as it makes; those of another are written.
+// TestRefusedAreBounded: a principal cannot write a line into the audit log for each of its
+// many refused calls; those of another are written.
 func TestRefusedAreBounded(t *testing.T) {
 	var who asked
 	c := newNodeClient(t, func(cfg *server.Config) { cfg.Authenticator = &who })

@@ -22,13 +22,13 @@ func onlyLooks(method string) bool {
 	return strings.HasPrefix(name, "Get") || strings.HasPrefix(name, "List") || strings.HasPrefix(name, "Watch") || name == "Check"
 }
 
-// call is what was called.
+// call is a method with its request.
 type call struct {
 	method string
 	req    any
 }
 
-// event is what the audit log gets to know about a call.
+// event makes the event of a call for the audit log.
 func (c call) event(ctx context.Context, who access.Principal, stage audit.Stage) audit.Event {
 	e := audit.Event{
 		Time: time.Now().UTC(), Stage: stage, Request: rand.Text(), Principal: who.Name, Via: who.Via.String(),
@@ -49,8 +49,9 @@ func (c call) event(ctx context.Context, who access.Principal, stage audit.Stage
 	return e
 }
 
-// audited does a call, if it is allowed. What changes something is in the audit log,
-// as REST's is: what cannot be written down is not done. So is what was refused.
+// audited does a call, if it is allowed. As in REST, calls that change something are
+// in the audit log, and a call that cannot be recorded there is not done. Refused
+// calls are recorded as well.
 func (n *nodeAPI) audited(ctx context.Context, who access.Principal, c call, do func(context.Context) error) error {
 	err := n.authoriseCall(ctx, who, c.method, c.req)
 	if err != nil && !sandbox.HasCode(err, sandbox.CodeInvalid) {
@@ -59,7 +60,7 @@ func (n *nodeAPI) audited(ctx context.Context, who access.Principal, c call, do 
 		return err
 	}
 	serve := func() error {
-		if err != nil { // a name that is none
+		if err != nil { // the name in the request is not valid
 			return err
 		}
 		return do(ctx)
@@ -77,7 +78,7 @@ func (n *nodeAPI) audited(ctx context.Context, who access.Principal, c call, do 
 	return err
 }
 
-// auditEnd writes down what came of a call.
+// auditEnd records the result of a call.
 func (n *nodeAPI) auditEnd(event audit.Event, err error) {
 	event.Stage, event.Time, event.Code = audit.End, time.Now().UTC(), http.StatusOK
 	if err != nil {
@@ -88,8 +89,8 @@ func (n *nodeAPI) auditEnd(event audit.Event, err error) {
 	}
 }
 
-// auditRefused writes down what was refused before anything was looked at, within a bound:
-// nobody pushes others out of the log with it.
+// auditRefused records a request that was refused before the node looked anything up. The
+// lines are bounded, so that no principal can push those of others out of the log.
 func (n *nodeAPI) auditRefused(t *server.Throttle, event audit.Event, err error) {
 	allowed, omitted := t.Take(time.Now())
 	if !allowed {

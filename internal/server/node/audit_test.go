@@ -12,9 +12,9 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// TestNodeAudit: calls that change something are in the audit log, before and after
-// they are done, with who made them; those that look are not. What cannot be
-// written down is not done.
+// TestNodeAudit: calls that change something are in the audit log with their
+// principal, before and after they are done; calls that only look are not. A call
+// that cannot be recorded is not done.
 func TestNodeAudit(t *testing.T) {
 	broken := false
 	c := newNodeClient(t, func(cfg *server.Config) {

@@ -24,23 +24,23 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// bounds are those of connections over TCP.
+// bounds are the bounds of connections over TCP.
 type bounds struct {
 	// handshake is how long TLS and the first bytes of HTTP/2 may take together.
 	handshake time.Duration
-	// shaking is how many may be before the end of TLS's handshake at once. One more
-	// ends the oldest: a peer that is in earnest needs milliseconds, so whoever leaves
-	// handshakes open ends their own.
+	// shaking is how many connections may be in TLS's handshake at once. One more ends
+	// the oldest. An honest peer needs milliseconds, so a peer that leaves handshakes
+	// open ends only its own.
 	shaking int
-	// connections is how many a component may have.
+	// connections is how many connections a component may have.
 	connections int
-	// look is how often files are looked at, and certificates for whether they have expired.
+	// look is how often to look at the files, and at the expiry of certificates.
 	look time.Duration
 }
 
 var defaultBounds = bounds{handshake: server.ReadHeaderTimeout, shaking: 256, connections: 128, look: access.LookEvery}
 
-// peerComponent is who is at the other end of a connection over TCP.
+// peerComponent is the component at the other end of a connection over TCP.
 type peerComponent struct {
 	credentials.CommonAuthInfo
 	access.Component
@@ -66,15 +66,15 @@ func newEntrance(end *access.Mutual, b bounds, api *nodeAPI) *entrance {
 	return &entrance{end: end, bounds: b, api: api, shaking: list.New(), open: map[access.Component]map[*tcpConn]bool{}}
 }
 
-// tcpConn is a connection as it was accepted. Whoever closes it, or what is above it,
-// takes it out of the entrance.
+// tcpConn is a connection as it was accepted. Closing it, or a layer above it, takes
+// it out of the entrance.
 type tcpConn struct {
 	*net.TCPConn
 	entrance *entrance
-	place    *list.Element // among those that are shaking hands; nil is not there
+	place    *list.Element // among those that are shaking hands; nil if it is not there
 
-	// The following are set once, when the handshake has ended; of these only sweep
-	// changes the last two.
+	// The following are set once, when the handshake has ended. After that, only
+	// sweep changes the last two.
 	who      access.Component
 	certs    []*x509.Certificate
 	material *access.Material
@@ -129,8 +129,8 @@ func (l *listener) Accept() (net.Conn, error) {
 	}
 }
 
-// enter gives a connection its place among those that shake hands; nil is that the server
-// takes no more.
+// enter gives a connection its place among those that shake hands. It returns nil if the
+// server takes no more.
 func (e *entrance) enter(tcp *net.TCPConn) *tcpConn {
 	c := &tcpConn{TCPConn: tcp, entrance: e}
 	var gives net.Conn
@@ -148,16 +148,16 @@ func (e *entrance) enter(tcp *net.TCPConn) *tcpConn {
 	}
 	e.mu.Unlock()
 	if gives != nil {
-		_ = gives.Close() // a handshake fails with it
+		_ = gives.Close() // ends its handshake
 	}
 	return c
 }
 
-// setUserTimeout bounds how long what was sent may go without an acknowledgement, as
-// gRPC does with connections that it knows to be TCP's.
+// setUserTimeout bounds how long sent bytes may go without an acknowledgement. gRPC
+// does so itself only with connections whose type is TCP's.
 func setUserTimeout(conn *net.TCPConn) {
 	if raw, err := conn.SyscallConn(); err == nil {
-		// A connection that has failed already is noticed when it is read.
+		// A connection that has failed already is noticed at the next read.
 		_ = raw.Control(func(fd uintptr) {
 			_ = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(keepaliveTimeout.Milliseconds()))
 		})
@@ -181,7 +181,8 @@ func (e *entrance) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo
 	return conn, peerComponent{credentials.CommonAuthInfo{SecurityLevel: credentials.PrivacyAndIntegrity}, who}, nil
 }
 
-// shakeHands finds out whose a connection is, and gives it its place.
+// shakeHands finds the component of a connection, and gives the connection its
+// place.
 func (e *entrance) shakeHands(c *tcpConn, conn *tls.Conn, material *access.Material) (who access.Component, err error) {
 	if err := conn.Handshake(); err != nil {
 		return who, err
@@ -211,8 +212,9 @@ func (e *entrance) shakeHands(c *tcpConn, conn *tls.Conn, material *access.Mater
 	return who, nil
 }
 
-// refused writes down a connection that nobody gets. One on which nothing was said is
-// not worth it, as probes of a port do it; nor is one that ends with the server.
+// refused records a connection that is refused. It leaves out connections on which
+// the client sent nothing, as probes of a port do, and those that end with the
+// server.
 func (e *entrance) refused(c *tcpConn, who access.Component, err error) {
 	if errors.Is(err, io.EOF) || e.api.serving.Err() != nil {
 		return
@@ -238,8 +240,8 @@ func (e *entrance) follow(ctx context.Context) {
 	}
 }
 
-// lookAt takes in what has changed in the files, and ends the connections whose
-// certificates are not valid any more.
+// lookAt reads files that have changed, and ends the connections whose
+// certificates are no longer valid.
 func (e *entrance) lookAt(now time.Time) {
 	changed, err := e.end.Look()
 	if err != nil {
@@ -251,8 +253,8 @@ func (e *entrance) lookAt(now time.Time) {
 	e.sweep(now)
 }
 
-// sweep ends connections of certificates that have expired, or that the CAs of today
-// have not signed.
+// sweep ends connections whose certificates have expired, or are not signed by the
+// present CAs.
 func (e *entrance) sweep(now time.Time) {
 	material := e.end.Now()
 	var all []*tcpConn
@@ -272,13 +274,13 @@ func (e *entrance) sweep(now time.Time) {
 		}
 		if err != nil {
 			e.api.Log.Warn("a connection is cut", "via", c.who.String(), "remote", c.RemoteAddr().String(), "error", err)
-			_ = c.Close() // whatever is under way on it ends
+			_ = c.Close() // this ends its calls
 		}
 	}
 }
 
-// close ends the connections that have not ended their handshake, or all of them, and
-// takes no more. gRPC would wait for each as long as its handshake may take.
+// close takes no more connections. It ends those that are still shaking hands, or all
+// of them. gRPC would wait for each as long as its handshake may take.
 func (e *entrance) close(all bool) {
 	var ends []*tcpConn
 	e.mu.Lock()
@@ -293,7 +295,7 @@ func (e *entrance) close(all bool) {
 	}
 	e.mu.Unlock()
 	for _, c := range ends {
-		_ = c.Close() // whatever is under way on it ends
+		_ = c.Close() // this ends its calls
 	}
 }
 

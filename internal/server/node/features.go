@@ -8,13 +8,13 @@ import (
 	nodev1 "agentrun.dev/api/node/v1"
 )
 
-// feature is a part of the API that its first version did not have. Messages with fields
-// that a daemon does not know are refused, so a client asks GetNode for the features, and
-// sends only what came with those. What comes with answers needs no feature: clients ignore
-// fields that they do not know.
+// feature is a part of the API that its first version did not have. A daemon refuses
+// messages with fields that it does not know. So a client asks GetNode for the features,
+// and sends only methods and fields that these have. Fields of answers need no feature:
+// clients ignore fields that they do not know.
 type feature struct {
 	name string
-	// methods and fields of requests came with it.
+	// methods and fields of requests that came with the feature.
 	methods []string
 	fields  []protoreflect.FullName
 }
@@ -87,7 +87,7 @@ var features = []feature{
 	}},
 }
 
-// FeatureNames are those of this build.
+// FeatureNames lists the features of this build.
 func FeatureNames() (names []string) {
 	for _, f := range features {
 		names = append(names, f.name)

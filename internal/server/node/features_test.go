@@ -27,7 +27,7 @@ type apart struct {
 	grpc.ClientConnInterface
 	lacks feature
 	newer bool
-	asked bool // for what it lacks
+	asked bool // for the missing feature
 }
 
 // refuse answers as a daemon that lacks the feature.
@@ -99,9 +99,9 @@ func (s apartStream) RecvMsg(m any) error {
 	return err
 }
 
-// TestOneVersionApart: a client that is newer than the daemon sends only what came with the
-// features that the daemon has, and says which one it lacks; all else works. One that is
-// older ignores what it does not know.
+// TestOneVersionApart: a client that is newer than the daemon sends only methods and fields
+// of the features that the daemon has, and names the missing feature; all else works. An
+// older client ignores fields that it does not know.
 func TestOneVersionApart(t *testing.T) {
 	c := newNodeClient(t)
 	c.prepare("default")
@@ -328,7 +328,7 @@ func not(err error, codes ...sandbox.Code) error {
 var errEnough = sandbox.Errorf(sandbox.CodeInternal, "enough")
 
 // TestFeaturesAreComplete: each method and each field of a request that the first version of
-// the API did not have is that of a feature.
+// the API did not have belongs to a feature.
 func TestFeaturesAreComplete(t *testing.T) {
 	var got []string
 	seen := map[protoreflect.FullName]bool{}

@@ -12,8 +12,8 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// GetSandboxByID implements nodev1.NodeServer. What is in other namespaces is answered like
-// what does not exist.
+// GetSandboxByID implements nodev1.NodeServer. Its answer is the same for sandboxes of
+// other namespaces as for ids of no sandbox.
 func (n *nodeAPI) GetSandboxByID(ctx context.Context, r *nodev1.GetSandboxByIDRequest) (*nodev1.Sandbox, error) {
 	id, err := sandbox.ParseID(r.GetId())
 	if err != nil {
@@ -60,7 +60,8 @@ func (n *nodeAPI) WatchToken(r *nodev1.WatchTokenRequest, out grpc.ServerStreami
 	})
 }
 
-// Bounds of streams that are held. A component that acts itself is one principal.
+// Bounds of the streams that clients hold open. A component that acts for itself
+// is one principal.
 const (
 	usesOfOne   = 1024
 	usesOfAll   = 4096
@@ -68,15 +69,15 @@ const (
 	tokensOfAll = 16384
 )
 
-// seats bound how many streams are held, by principal and by all. The zero value is ready
-// to use.
+// seats counts the streams that are held open, within a bound for each principal and one
+// for all. The zero value is ready to use.
 type seats struct {
 	mu    sync.Mutex // protects all following fields
 	taken map[string]int
 	all   int
 }
 
-// take is one more; the caller leaves it.
+// take counts one more stream; the caller calls leave at its end.
 func (s *seats) take(principal string, ofOne, ofAll int) (leave func(), err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -13,19 +13,21 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// maxHealthWatches is how many watches of health a component, or a user of the socket, may have.
+// maxHealthWatches is how many watches of health a component, or a user of the socket, may
+// have.
 const maxHealthWatches = 64
 
-// health implements grpc.health.v1 by the daemon's readiness.
+// health implements grpc.health.v1 with the daemon's readiness.
 type health struct {
 	healthv1.UnimplementedHealthServer
 	*nodeAPI
 
 	mu      sync.Mutex     // protects watches
-	watches map[string]int // how many each has
+	watches map[string]int // how many each component or user has
 }
 
-// status is that of a service, or of the whole server by an empty name.
+// status returns the status of a service; the empty name stands for the whole
+// server.
 func (h *health) status(service string) (now healthv1.HealthCheckResponse_ServingStatus, changed <-chan struct{}) {
 	ready, changed := h.Readiness.Now()
 	switch {
@@ -57,8 +59,8 @@ func (h *health) List(context.Context, *healthv1.HealthListRequest) (*healthv1.H
 	return &healthv1.HealthListResponse{Statuses: all}, nil
 }
 
-// Watch implements healthv1.HealthServer. A server that ends says first that the
-// daemon does not serve.
+// Watch implements healthv1.HealthServer. Before its end, the server reports
+// that the daemon does not serve.
 func (h *health) Watch(r *healthv1.HealthCheckRequest, out grpc.ServerStreamingServer[healthv1.HealthCheckResponse]) error {
 	return h.serve(out.Context(), healthv1.Health_Watch_FullMethodName, r, func(ctx context.Context) error {
 		p := server.PrincipalOf(ctx)
@@ -90,7 +92,7 @@ func (h *health) Watch(r *healthv1.HealthCheckRequest, out grpc.ServerStreamingS
 	})
 }
 
-// beginWatch takes one of the watches that somebody may have.
+// beginWatch counts a watch, within the bound for one caller.
 func (h *health) beginWatch(who string) (end func(), err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -10,8 +10,8 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// TestHealth: whoever is known is told whether the daemon serves, and when that
-// changes; its end is told before the watch ends.
+// TestHealth: every known caller is told whether the daemon serves, and when
+// that changes. The daemon's end is reported before the watch ends.
 func TestHealth(t *testing.T) {
 	var ready server.Readiness
 	n := newMutualNode(t, defaultBounds, func(c *server.Config) { c.Readiness = &ready })
@@ -67,8 +67,9 @@ func TestHealthOverSocket(t *testing.T) {
 	wantRefused(t, check(acting(t, "agentrun-role", "viewer"), c.conn), codes.InvalidArgument, "invalid", "no principal")
 }
 
-// TestHealthWatches: a component has so many watches of health and no more, over all of
-// its connections; another one has its own, and those that end make room.
+// TestHealthWatches: the number of watches of health of a component is bounded, over
+// all of its connections. Another component has its own bound, and watches that end
+// make room.
 func TestHealthWatches(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	watch := func(h healthv1.HealthClient) (healthv1.Health_WatchClient, error) {

@@ -29,13 +29,13 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// unknown adds a field to a message that nobody knows.
+// unknown adds an unknown field to a message.
 func unknown[T proto.Message](m T) T {
 	m.ProtoReflect().SetUnknown([]byte{0xfa, 0x3f, 1, 'x'})
 	return m
 }
 
-// TestNodeHostile: each call gets the right refusal, which says what is wrong.
+// TestNodeHostile: each call gets the right refusal, with the reason.
 func TestNodeHostile(t *testing.T) {
 	c := newNodeClient(t)
 	c.prepare("default")
@@ -222,7 +222,8 @@ func (panics) Pools(context.Context, sandbox.Namespace, sandbox.Page) ([]sandbox
 	panic("a secret")
 }
 
-// TestNodePanic: it is told, logged, and the daemon goes on.
+// TestNodePanic: the client gets an error, the panic is logged, and the daemon
+// goes on.
 func TestNodePanic(t *testing.T) {
 	var logged managertest.Log
 	c := newNodeClient(t, func(c *server.Config) {
@@ -240,8 +241,8 @@ func TestNodePanic(t *testing.T) {
 	}
 }
 
-// TestNodePeer: only who is at the other end of a Unix socket is let in, and only
-// the daemon's user and root.
+// TestNodePeer: of the users at the other end of a Unix socket, only the daemon's
+// user and root are let in.
 func TestNodePeer(t *testing.T) {
 	for name, c := range map[string]struct {
 		info credentials.AuthInfo
@@ -265,14 +266,15 @@ func TestNodePeer(t *testing.T) {
 	}
 }
 
-// TestNodeSlow: who opens a call and sends no request, or does not take what he is
-// sent, is let go.
+// TestNodeSlow: the call of a client that sends no request, or does not receive
+// its answers, is ended.
 func TestNodeSlow(t *testing.T) {
 	for name, connect := range map[string]func(testing.TB, ...func(*server.Config)) *nodeClient{"socket": newNodeClient, "mutual TLS": newGatewayClient} {
 		t.Run(name, func(t *testing.T) {
 			var logged managertest.Log
 			testSlow(t, &logged, connect(t, func(c *server.Config) {
-				// Long enough for those who are not slow on a machine that is.
+				// Long enough for clients that are not slow on a machine that
+				// is.
 				c.BodyTimeout, c.StallTimeout = 500*time.Millisecond, 500*time.Millisecond
 				c.Log = slog.New(slog.NewTextHandler(&logged, nil))
 			}))
@@ -292,7 +294,7 @@ func testSlow(t *testing.T, logged *managertest.Log, c *nodeClient) {
 	if err := silent.RecvMsg(&nodev1.NodeStatus{}); err == nil {
 		t.Error("who sends nothing is answered")
 	}
-	// More than fits into what HTTP/2 lets a server send ahead.
+	// More than HTTP/2 lets a server send ahead.
 	large := map[string]string{}
 	for _, k := range strings.Split("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", "") {
 		large[k] = strings.Repeat("x", 4096)
@@ -309,14 +311,15 @@ func testSlow(t *testing.T, logged *managertest.Log, c *nodeClient) {
 	for err = nil; err == nil; {
 		_, err = stalled.Recv()
 	}
-	// Who has waited between two events for longer than both is not.
+	// A client that has waited between two events for longer than both is not
+	// slow.
 	managertest.Must(c.ClaimSandbox(c.ctx, &nodev1.ClaimSandboxRequest{Namespace: "other", Name: "e", Pool: "pool"}))(t)
 	if e := managertest.Must(idle.Recv())(t); e.GetSandbox().GetName() != "e" {
 		t.Errorf("%v", e)
 	}
 }
 
-// FuzzNodeMessage: whatever the bytes are, they are refused or read.
+// FuzzNodeMessage: all bytes are refused or read.
 func FuzzNodeMessage(f *testing.F) {
 	for _, m := range []proto.Message{
 		&nodev1.ApplyTemplateRequest{Name: "x", Spec: &nodev1.TemplateSpec{Image: "x", Init: []string{"a"}, Env: map[string]string{"A": "b"}}},
@@ -350,8 +353,8 @@ func FuzzNodeMessage(f *testing.F) {
 	})
 }
 
-// TestNodeCodes: whatever a service may answer with has a code of gRPC, and so do
-// the refusals of the server; those of files, programs and HTTP are never given.
+// TestNodeCodes: every code of a service has a code of gRPC, and so do the
+// refusals of the server. Codes of files, programs and HTTP never occur.
 func TestNodeCodes(t *testing.T) {
 	never := []sandbox.Code{server.CodeFileDenied, server.CodeNoFile, server.CodeFileExists, server.CodeMethod, server.CodeAccept, server.CodeMedia, server.CodeCannotRun, sandbox.CodePortClosed}
 	for _, code := range server.Codes() {

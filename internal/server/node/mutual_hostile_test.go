@@ -36,7 +36,7 @@ func check(ctx context.Context, conn grpc.ClientConnInterface) error {
 	return err
 }
 
-// serves requires that a component that is in earnest gets in, by a new connection.
+// serves requires that an honest component gets in, by a new connection.
 func (n *mutualNode) serves(component string) {
 	n.T.Helper()
 	conn := n.as(component)
@@ -46,9 +46,9 @@ func (n *mutualNode) serves(component string) {
 	}
 }
 
-// TestMutualStrangers: no connection is made with a certificate that is anything but
-// a valid one of a component, nor without TLS 1.3. Each is logged with its reason and
-// written down, and others are served on.
+// TestMutualStrangers: only a valid certificate of a component makes a connection,
+// and only with TLS 1.3. Each refusal is logged with its reason and recorded in the
+// audit log, and the server goes on serving others.
 func TestMutualStrangers(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	other := accesstest.NewCA(t)
@@ -133,8 +133,8 @@ func TestMutualStrangers(t *testing.T) {
 	})
 }
 
-// TestMutualHostileCalls: whatever a component says about a principal, it acts only for
-// whom its role may name, with what it says about them once, in full and in bounds.
+// TestMutualHostileCalls: a component acts only for principals that its role may name,
+// and only if the call names one once, in full and within bounds.
 func TestMutualHostileCalls(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	conns := map[string]*grpc.ClientConn{}
@@ -294,8 +294,9 @@ func (n *mutualNode) rawCheck(t *testing.T, fields []hpack.HeaderField) string {
 	}
 }
 
-// TestMutualHalfOpen: those who connect and say nothing, begin a handshake and do not
-// end it, or go on with it for ever, stall nobody, and are let go.
+// TestMutualHalfOpen: clients that connect and send nothing, begin a handshake and do
+// not end it, or go on with it for ever, stall no other client. The server ends their
+// connections.
 func TestMutualHalfOpen(t *testing.T) {
 	n := newMutualNode(t, quick)
 	const each = 12 // of three kinds, each more than quick.shaking
@@ -334,8 +335,8 @@ func TestMutualHalfOpen(t *testing.T) {
 	}
 }
 
-// TestMutualGivesWay: of connections that have not ended their handshake there are so
-// many and no more: the oldest gives way, however long it might take yet.
+// TestMutualGivesWay: the number of connections that have not ended their handshake
+// is bounded. One more ends the oldest, however long that might take yet.
 func TestMutualGivesWay(t *testing.T) {
 	b := quick
 	b.handshake = time.Hour
@@ -360,8 +361,8 @@ func TestMutualGivesWay(t *testing.T) {
 	}
 }
 
-// TestMutualSilent: a component that ends its handshake and then says nothing is let go,
-// and has its place back.
+// TestMutualSilent: a component that ends its handshake and then sends nothing is
+// disconnected, and gets its place back.
 func TestMutualSilent(t *testing.T) {
 	n := newMutualNode(t, quick)
 	cfg := n.settings(n.ca.Component("node/silent"))
@@ -382,8 +383,8 @@ func TestMutualSilent(t *testing.T) {
 	n.Eventually(func() bool { return check(t.Context(), n.as("node/silent")) == nil })
 }
 
-// TestMutualConnections: a component has so many connections and no more; others have
-// theirs, and one that ends makes room.
+// TestMutualConnections: the number of connections of a component is bounded. Others
+// have their own bound, and a connection that ends makes room.
 func TestMutualConnections(t *testing.T) {
 	n := newMutualNode(t, quick)
 	var all []*grpc.ClientConn
@@ -418,8 +419,8 @@ func TestMutualConnections(t *testing.T) {
 	n.Eventually(func() bool { return check(t.Context(), n.as("node/many")) == nil })
 }
 
-// TestMutualStreams: a connection has so many calls at once and no more; those of
-// others go on.
+// TestMutualStreams: the number of calls on a connection at once is bounded.
+// Calls on other connections go on.
 func TestMutualStreams(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	conn := n.as("controller/busy")

@@ -60,7 +60,7 @@ func (n *mutualNode) shown(cfg *tls.Config) *x509.Certificate {
 	if err != nil {
 		n.T.Fatal(err)
 	}
-	defer func() { _ = conn.Close() }() // nothing was said
+	defer func() { _ = conn.Close() }() // no byte was sent
 	return conn.ConnectionState().PeerCertificates[0]
 }
 

@@ -111,8 +111,9 @@ func newGateway(t testing.TB, change ...func(*server.Config)) (*nodeClient, *mut
 	}, n
 }
 
-// TestMutualRoles: what a component may itself, and for those whom it names; each
-// call that changes something, or is refused, is written down with both names.
+// TestMutualRoles: the rights of a component itself, and for the principals that
+// it names. Each call that changes something, or is refused, is recorded with
+// both names.
 func TestMutualRoles(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	controller, gateway, node := n.as("controller/main"), n.as("gateway/g1"), n.as("node/n2")
@@ -189,8 +190,8 @@ func TestMutualRoles(t *testing.T) {
 	}
 }
 
-// TestMutualSecrets: what holds secrets is forked and checkpointed by the principal that
-// has supplied them, by whichever controller, and by nobody else.
+// TestMutualSecrets: a sandbox with secrets is forked and checkpointed only by the
+// principal that has supplied them, over any controller.
 func TestMutualSecrets(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	c := nodev1.NewNodeClient(n.as("controller/one"))
@@ -229,7 +230,7 @@ func TestMutualUnlistedRole(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	c := &nodeClient{Node: n.Node, conn: n.as("node/n2"), ctx: t.Context()}
 	c.callAll(t, func(string) {}, func(name string, err error) {
-		if name == "GetSnapshotParts" || name == "ReadSnapshot" { // for nodes alone: of nothing, here
+		if name == "GetSnapshotParts" || name == "ReadSnapshot" { // for nodes alone; this request names no snapshot
 			wantRefused(t, err, codes.InvalidArgument, string(sandbox.CodeInvalid), "digest")
 			return
 		}
@@ -242,7 +243,7 @@ func TestMutualUnlistedRole(t *testing.T) {
 	}
 }
 
-// TestMutualUnread: what a node sends with a call that is not for it is not read.
+// TestMutualUnread: the request of a call that is not for nodes is not read.
 func TestMutualUnread(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	s, err := n.as("node/n2").NewStream(t.Context(), &grpc.StreamDesc{ClientStreams: true}, nodev1.Node_ApplyTemplate_FullMethodName)
@@ -253,7 +254,8 @@ func TestMutualUnread(t *testing.T) {
 	wantRefused(t, s.RecvMsg(&nodev1.Template{}), codes.PermissionDenied, "permission_denied", "putTemplate is not for the role node")
 }
 
-// TestMutualFlood: what those write into the audit log who may do nothing is bounded.
+// TestMutualFlood: the lines in the audit log of components without rights are
+// bounded.
 func TestMutualFlood(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	c := nodev1.NewNodeClient(n.as("node/n2"))

@@ -1,5 +1,4 @@
-// Package node serves the gRPC API of a node: api/node/v1 over whatever implements
-// server.Service.
+// Package node serves the gRPC API of a node: api/node/v1 over any server.Service.
 package node
 
 import (
@@ -32,8 +31,8 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// Bounds of a gRPC connection and its calls. Messages, headers and times are
-// bounded as those of REST are.
+// Bounds of a gRPC connection and its calls. Messages, headers and times have
+// the bounds of REST.
 const (
 	maxStreams       = 1024
 	maxLarge         = 8 * server.MaxBody
@@ -42,7 +41,7 @@ const (
 	minPing          = 10 * time.Second
 )
 
-// grpcCodes are the gRPC codes of all codes.
+// grpcCodes has the gRPC code of each code.
 var grpcCodes = map[sandbox.Code]codes.Code{
 	sandbox.CodeInvalid:        codes.InvalidArgument,
 	access.CodeUnauthenticated: codes.Unauthenticated,
@@ -66,11 +65,11 @@ var grpcCodes = map[sandbox.Code]codes.Code{
 	sandbox.CodeInternal:       codes.Internal,
 }
 
-// grpcStatus is an error as gRPC carries it, with the details that REST has.
+// grpcStatus makes the gRPC status of an error, with the details that REST has.
 func grpcStatus(err error) *status.Status {
 	e := server.ToError(err)
 	code, known := grpcCodes[e.Code]
-	if !known { // those of files, programs and HTTP have no part here
+	if !known { // errors of files, programs and HTTP do not occur here
 		code = codes.Internal
 	}
 	if errors.Is(err, context.Canceled) {
@@ -103,7 +102,7 @@ func (s *Server) Serve(l net.Listener) error {
 func (s *Server) Stop() {
 	s.endWatches()
 	if s.entrance != nil {
-		s.entrance.close(true) // gRPC waits for those that it does not serve yet
+		s.entrance.close(true) // gRPC waits for connections that it does not serve yet
 	}
 	s.Server.Stop()
 }
@@ -118,16 +117,16 @@ func (s *Server) Shutdown(ctx context.Context) {
 	s.GracefulStop()
 }
 
-// New makes the gRPC server of a node, for Unix sockets: whoever is at the
-// other end is known by the kernel; API keys have no part. The caller serves with it, and ends it.
+// New makes the gRPC server of a node, for Unix sockets. The kernel knows the user at the other
+// end; API keys have no part. The caller serves with it, and ends it.
 func New(cfg server.Config) *Server {
 	serving, endWatches := context.WithCancel(context.Background())
 	n := newAPI(cfg, serving)
 	return &Server{n.server(peerCredentials{}), endWatches, nil}
 }
 
-// NewMutual makes the gRPC server of a node for TCP: clients are components of a
-// cluster, known by the certificates that they show. It follows the files of end until it
+// NewMutual makes the gRPC server of a node for TCP: clients are components of a cluster,
+// known by the certificates that they show. The server follows the files of end until it
 // is stopped.
 func NewMutual(cfg server.Config, end *access.Mutual) *Server {
 	return newMutual(cfg, end, defaultBounds)
@@ -169,20 +168,20 @@ type nodeAPI struct {
 	nodev1.UnimplementedNodeServer
 	server.Config
 	serving context.Context // ends with the server
-	// strangers and nodes bound what is written down of connections of nobody, and of
-	// what nodes may not call.
+	// strangers bounds the lines in the audit log of refused connections, nodes those
+	// of calls that are never for nodes.
 	strangers, nodes server.Throttle
-	// refusals are those of principals.
+	// refusals bounds the lines of each principal's refused calls.
 	refusals server.Throttles
-	// uses and tokens are streams that are held.
+	// uses and tokens count the streams that clients hold open.
 	uses, tokens seats
 }
 
-// peerCredentials tell who is at the other end of a Unix socket. They encrypt
-// nothing: no network is in between.
+// peerCredentials finds the user at the other end of a Unix socket. It encrypts
+// nothing, because no network is in between.
 type peerCredentials struct{}
 
-// peerUser is who that is.
+// peerUser is that user.
 type peerUser struct {
 	credentials.CommonAuthInfo
 	uid uint32
@@ -208,7 +207,8 @@ func (peerCredentials) Info() credentials.ProtocolInfo {
 func (c peerCredentials) Clone() credentials.TransportCredentials { return c }
 func (peerCredentials) OverrideServerName(string) error           { return nil }
 
-// principal is who makes a call. One that is refused has its name, if it is known.
+// principal finds the principal of a call. If it refuses the call, it still
+// returns the principal's name, if that is known.
 func (n *nodeAPI) principal(ctx context.Context) (access.Principal, error) {
 	acting, err := actingOf(ctx)
 	switch from := fromOf(ctx).(type) {
@@ -230,11 +230,11 @@ func (n *nodeAPI) principal(ctx context.Context) (access.Principal, error) {
 }
 
 func actingOf(ctx context.Context) (*access.Acting, error) {
-	md, _ := metadata.FromIncomingContext(ctx) // none: a handler that was called directly
+	md, _ := metadata.FromIncomingContext(ctx) // absent if a handler was called directly
 	return server.ActingOf(md)
 }
 
-// fromOf is who is at the other end of a call's connection.
+// fromOf returns the other end of a call's connection.
 func fromOf(ctx context.Context) credentials.AuthInfo {
 	if p, ok := peer.FromContext(ctx); ok {
 		return p.AuthInfo
@@ -242,8 +242,8 @@ func fromOf(ctx context.Context) credentials.AuthInfo {
 	return nil
 }
 
-// patience ends a call whose client neither sends its request nor takes what it
-// is sent. How long a request is served is not bounded.
+// patience ends a call whose client neither sends its request nor receives its
+// answers. It does not bound how long the call is served.
 type patience struct {
 	timer *time.Timer
 	stall time.Duration
@@ -252,8 +252,9 @@ type patience struct {
 
 type patienceKey struct{}
 
-// begin is called when a call has begun and its request may not have come yet. What a
-// component may call for nobody is refused here: its request is not even read.
+// begin is called when a call has begun, perhaps before its request has come. It
+// refuses an operation that the component may call for no principal, so that the
+// request is not even read.
 func (n *nodeAPI) begin(ctx context.Context, info *tap.Info) (context.Context, error) {
 	if from, ok := fromOf(ctx).(peerComponent); ok {
 		if o := operationOf(info.FullMethodName); !o.Rule().For(from.Component) {
@@ -271,11 +272,11 @@ func (n *nodeAPI) begin(ctx context.Context, info *tap.Info) (context.Context, e
 }
 
 func patienceOf(ctx context.Context) patience {
-	p, _ := ctx.Value(patienceKey{}).(patience) // begin was there
+	p, _ := ctx.Value(patienceKey{}).(patience) // begin has set it
 	return p
 }
 
-// unary is around every call with one answer, which is sent when it returns.
+// unary wraps every call with one answer, which gRPC sends when unary returns.
 func (n *nodeAPI) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo, handle grpc.UnaryHandler) (answer any, err error) {
 	p := patienceOf(ctx)
 	p.timer.Stop()
@@ -287,24 +288,24 @@ func (n *nodeAPI) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo
 	return answer, err
 }
 
-// stream is around every call with many answers.
+// stream wraps every call with many answers.
 func (n *nodeAPI) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handle grpc.StreamHandler) error {
-	// What is listed calls serve when its request has come.
+	// The handler of a listed method calls serve when its request has come.
 	if err := checkListed(info.FullMethod); err != nil {
 		return grpcStatus(err).Err()
 	}
 	return handle(srv, &patientStream{ServerStream: ss, patience: patienceOf(ss.Context())})
 }
 
-// patientStream is a stream whose client has only so much time.
+// patientStream is a stream whose client has only a limited time.
 type patientStream struct {
 	grpc.ServerStream
 	patience
 	begun sync.Once
 }
 
-// RecvMsg takes the request, or the first of many: from then on the timer is that of what
-// is sent.
+// RecvMsg receives the request, or the first of many. From then on the timer runs only
+// while an answer is sent.
 func (s *patientStream) RecvMsg(m any) error {
 	err := s.ServerStream.RecvMsg(m)
 	s.begun.Do(func() { s.timer.Stop() })
@@ -318,8 +319,8 @@ func (s *patientStream) SendMsg(m any) error {
 	return s.ServerStream.SendMsg(m)
 }
 
-// serve does a call: who it is, what was asked, panics, the log. Every error
-// becomes one with details.
+// serve does a call: it finds the principal, checks the request, recovers from
+// panics and writes the logs. Every error gets details.
 func (n *nodeAPI) serve(ctx context.Context, method string, req any, do func(context.Context) error) (err error) {
 	start := time.Now()
 	who, err := n.principal(ctx)
@@ -356,12 +357,14 @@ func (n *nodeAPI) serve(ctx context.Context, method string, req any, do func(con
 	return n.audited(ctx, who, call{method, req}, do)
 }
 
-// large are the methods whose messages have what REST takes more of, too.
+// large lists the methods whose messages may be larger; REST allows larger
+// bodies for them, too.
 var large = []string{
 	nodev1.Node_ApplyTemplate_FullMethodName, nodev1.Node_FetchSnapshot_FullMethodName, nodev1.Node_ApplySecret_FullMethodName, nodev1.Node_PatchSecret_FullMethodName,
 }
 
-// checkMessage refuses what is too large, and what would be ignored.
+// checkMessage refuses messages that are too large, and fields that would be
+// ignored.
 func checkMessage(method string, req any) error {
 	m, ok := req.(proto.Message)
 	if !ok {
@@ -373,7 +376,7 @@ func checkMessage(method string, req any) error {
 	return checkFields(m.ProtoReflect())
 }
 
-// checkFields refuses fields that are not known, and text with a NUL.
+// checkFields refuses unknown fields, and text with a NUL.
 func checkFields(m protoreflect.Message) (err error) {
 	if len(m.GetUnknown()) > 0 {
 		return sandbox.Errorf(sandbox.CodeInvalid, "%s has fields that this daemon does not know", m.Descriptor().Name()).

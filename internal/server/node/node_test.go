@@ -60,11 +60,11 @@ func newNodeClient(t testing.TB, change ...func(*server.Config)) *nodeClient {
 	return c
 }
 
-// window bounds how much a client that takes nothing is sent ahead: gRPC would make that
-// more and more where it finds that bytes take long, as on a busy machine.
+// window bounds how many bytes are sent ahead to a client that receives none. gRPC would
+// raise it more and more if it finds that bytes take long, as on a busy machine.
 var window = grpc.WithStaticStreamWindowSize(64 << 10)
 
-// details are what an error carries.
+// details returns the details of an error.
 func details(err error) (codes.Code, *nodev1.Error) {
 	st := status.Convert(err)
 	for _, d := range st.Details() {
@@ -251,7 +251,7 @@ func TestNodeOnce(t *testing.T) {
 	wantRefused(t, err, codes.InvalidArgument, "invalid", "idempotency_key")
 }
 
-// TestNodeReplayed: an answer that is given again says so in a header, as REST's does.
+// TestNodeReplayed: a repeated answer has a header that marks it, as REST's does.
 func TestNodeReplayed(t *testing.T) {
 	c := newNodeClient(t)
 	c.prepare("default")
@@ -287,8 +287,8 @@ func TestNodeReplayed(t *testing.T) {
 	}
 }
 
-// TestNodeWatch: what is there, then what changes; the daemon's end is told, and
-// does not wait for whoever watches.
+// TestNodeWatch: the existing objects, then changes. The watch reports the
+// daemon's end, and the daemon does not wait for the clients that watch.
 func TestNodeWatch(t *testing.T) {
 	c := newNodeClient(t)
 	c.prepare("default")

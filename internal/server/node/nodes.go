@@ -13,7 +13,8 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// status shows a node, with what only its server knows.
+// status shows a node, with the version, the endpoint and the features, which
+// only its server knows.
 func (n *nodeAPI) status(s sandbox.NodeStatus) *nodev1.NodeStatus {
 	out := nodeconv.FromNode(s)
 	out.Version, out.Endpoint, out.Features = n.Version, n.Endpoint, FeatureNames()
@@ -40,7 +41,7 @@ func (n *nodeAPI) UncordonNode(ctx context.Context, _ *nodev1.UncordonNodeReques
 	return answered(n.status)(n.Service.Uncordon(ctx))
 }
 
-// objectKinds are those of all objects in namespaces.
+// objectKinds are the kinds of all objects in namespaces.
 var objectKinds = []sandbox.Kind{
 	sandbox.KindTemplate, sandbox.KindPool, sandbox.KindSandbox, sandbox.KindFork, sandbox.KindCheckpoint,
 }

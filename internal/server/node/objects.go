@@ -18,7 +18,7 @@ type objectRequest interface {
 	GetName() string
 }
 
-// answered makes an answer of what a service gave.
+// answered makes an answer from the result of a service.
 func answered[T any, R any](show func(T) R) func(T, error) (R, error) {
 	return func(found T, err error) (R, error) {
 		if err != nil {
@@ -29,7 +29,7 @@ func answered[T any, R any](show func(T) R) func(T, error) (R, error) {
 	}
 }
 
-// of finds what a request names.
+// of finds the object that a request names.
 func of[T any](ctx context.Context, r objectRequest, get func(context.Context, sandbox.Key) (T, error)) (T, error) {
 	k, err := sandbox.ParseKey(r.GetNamespace(), r.GetName())
 	if err != nil {
@@ -39,13 +39,13 @@ func of[T any](ctx context.Context, r objectRequest, get func(context.Context, s
 	return get(ctx, k)
 }
 
-// conditionalRequest is a request that is for an object which meets a precondition.
+// conditionalRequest is a request for an object, which must meet a precondition.
 type conditionalRequest interface {
 	objectRequest
 	GetPrecondition() *nodev1.Precondition
 }
 
-// meant is of, for a call that has a precondition.
+// meant is of, for a call with a precondition.
 func meant[T any](ctx context.Context, r conditionalRequest, do func(context.Context, sandbox.Key, ...sandbox.Precondition) (T, error)) (T, error) {
 	return of(ctx, r, func(ctx context.Context, k sandbox.Key) (T, error) {
 		when, err := nodeconv.ToPrecondition(r.GetPrecondition())
@@ -57,7 +57,7 @@ func meant[T any](ctx context.Context, r conditionalRequest, do func(context.Con
 	})
 }
 
-// deleted deletes what a request names.
+// deleted deletes the object that a request names.
 func deleted(ctx context.Context, r conditionalRequest, del func(context.Context, sandbox.Key, ...sandbox.Precondition) error) (*emptypb.Empty, error) {
 	return meant(ctx, r, func(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (*emptypb.Empty, error) {
 		return &emptypb.Empty{}, del(ctx, k, when...)
@@ -70,7 +70,8 @@ type ownedRequest interface {
 	GetOwner() string
 }
 
-// applied applies what a request says, for the owner that it gives, if any.
+// applied applies the settings in a request, for the owner that it gives, if
+// any.
 func applied[T any](ctx context.Context, r ownedRequest, apply func(sandbox.Key, sandbox.UID) (T, error)) (T, error) {
 	return of(ctx, r, func(_ context.Context, k sandbox.Key) (out T, err error) {
 		var owner sandbox.UID
@@ -90,8 +91,8 @@ type listRequest interface {
 	GetAfter() string
 }
 
-// pageOf finds the page that a request asks for, and how far the node's objects were before.
-// Of all namespaces a page goes on after a namespace and a position in it.
+// pageOf finds the page that a request asks for. v is the state of the node's objects before
+// that. If the page is of all namespaces, it goes on after a namespace and a position in it.
 func pageOf[T any, R proto.Message](ctx context.Context, n *nodeAPI, r listRequest,
 	find func(context.Context, sandbox.Namespace, sandbox.Page) ([]T, error), position func(T) (sandbox.Namespace, string), show func(context.Context, T) (R, error),
 ) (v sandbox.StateVersion, items []R, next string, err error) {
@@ -120,7 +121,7 @@ func pageOf[T any, R proto.Message](ctx context.Context, n *nodeAPI, r listReque
 	return v, items, next, err
 }
 
-// nodeTemplate adds to a template how far it is.
+// nodeTemplate adds the state of the builds to a template.
 func (n *nodeAPI) nodeTemplate(ctx context.Context, t sandbox.Template) (*nodev1.Template, error) {
 	builds, err := n.Service.Builds(ctx, t)
 	if err != nil {

@@ -16,9 +16,9 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// TestOwnersByRole: a claim by owner is the same for whichever controller, whose principals own
-// what they make; gateways and others neither give owners nor change what has one, and use it as
-// before; other namespaces see nothing of it.
+// TestOwnersByRole: a claim by owner is the same for every controller, whose principals own the
+// objects that they make. Gateways and others neither give owners nor change owned objects, and
+// use them as before. Other namespaces see nothing of them.
 func TestOwnersByRole(t *testing.T) {
 	n := newMutualNode(t, defaultBounds, func(c *server.Config) { c.Endpoint = "https://10.0.0.5:7070" })
 	one, two := nodev1.NewNodeClient(n.as("controller/one")), nodev1.NewNodeClient(n.as("controller/two"))
@@ -90,7 +90,7 @@ func TestOwnersByRole(t *testing.T) {
 	if next := managertest.Must(one.ClaimSandbox(team, ask("ars_three")))(t); next.GetId() == made.GetId() {
 		t.Errorf("%v", next)
 	}
-	for _, e := range n.Events() { // what is written down has neither token nor value
+	for _, e := range n.Events() { // no event has the token or a value
 		if text := e.Verb + e.Object + e.Principal; strings.Contains(text, "ars_") {
 			t.Errorf("%+v", e)
 		}
@@ -100,8 +100,8 @@ func TestOwnersByRole(t *testing.T) {
 	}
 }
 
-// TestOnceWithoutValues: nothing that is kept of a request with an idempotency key depends on the
-// values of secrets: a short one could be guessed by its digest.
+// TestOnceWithoutValues: nothing that is kept of a request with an idempotency key depends on
+// the values of secrets: a short one could be guessed from its digest.
 func TestOnceWithoutValues(t *testing.T) {
 	ask := func(name, value string) sandbox.Once {
 		o := managertest.Must(once(t.Context(), nodev1.Node_ClaimSandbox_FullMethodName, &nodev1.ClaimSandboxRequest{

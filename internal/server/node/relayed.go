@@ -9,9 +9,9 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// relayed are the methods of guestrpc that a client may call on a stream, as operations.
-// One that is missing is served to nobody, as what renews a sandbox, sets its environment
-// or ends it: that is the node's.
+// relayed lists the methods of guestrpc that a client may call on a stream, as
+// operations. Calls of missing methods are refused, such as those that renew a sandbox,
+// set its environment or end it: only the node calls these.
 var relayed = map[guestrpc.Method]access.Operation{
 	guestrpc.MethodExec:        "exec",
 	guestrpc.MethodAttach:      "attachExec",
@@ -46,7 +46,8 @@ var relayed = map[guestrpc.Method]access.Operation{
 	guestrpc.MethodCodeClose:     "deleteContext",
 }
 
-// observed is what a call is for those who count and measure; empty is nothing.
+// observed returns the operation of a call as observers count it; it is empty
+// for calls that they do not count.
 func observed(c guestrpc.Call) sandbox.Op {
 	switch r := c.Request.(type) {
 	case *guestrpc.ExecRequest:
@@ -62,7 +63,7 @@ func observed(c guestrpc.Call) sandbox.Op {
 	return ""
 }
 
-// guestCodes are how a client of guestrpc is told of the node's own refusals.
+// guestCodes translates the node's own refusals for clients of guestrpc.
 var guestCodes = map[sandbox.Code]guestrpc.Code{
 	sandbox.CodeInvalid:    guestrpc.CodeInvalidArgument,
 	sandbox.CodeDenied:     guestrpc.CodePermissionDenied,
@@ -75,14 +76,15 @@ var guestCodes = map[sandbox.Code]guestrpc.Code{
 	sandbox.CodeInternal:   guestrpc.CodeInternal,
 }
 
-// toGuest is an error as guestrpc carries it. One of the agent stays as it is.
+// toGuest makes an error that guestrpc can carry. An error of the agent stays
+// unchanged.
 func toGuest(err error) error {
 	var own *sandbox.Error
 	if !errors.As(err, &own) {
 		return err
 	}
 	code, known := guestCodes[own.Code]
-	if !known { // it has ended, is full, or the daemon shuts down
+	if !known { // the sandbox has ended, the node is full, or the daemon shuts down
 		code = guestrpc.CodeUnavailable
 	}
 	return &guestrpc.Error{Code: code, Message: own.Error()}

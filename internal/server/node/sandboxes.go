@@ -14,16 +14,16 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// onceRequest is a request that may come again.
+// onceRequest is a request that a client may repeat.
 type onceRequest interface {
 	proto.Message
 	GetIdempotencyKey() string
 	GetIdentity() *nodev1.RequestIdentity
 }
 
-// once is the identity of a request that has an idempotency key, nil of one
-// without: that of all its fields but for the values of secrets, or the one that its
-// caller has found.
+// once returns the identity of a request that has an idempotency key, and nil for a
+// request without one. It is the identity that the caller has found, or else that of
+// all fields except the values of secrets.
 func once(ctx context.Context, method string, r onceRequest) (*sandbox.Once, error) {
 	given := r.GetIdempotencyKey()
 	if found, err := nodeconv.ToOnce(r.GetIdentity()); found != nil {
@@ -48,8 +48,8 @@ func once(ctx context.Context, method string, r onceRequest) (*sandbox.Once, err
 	return &o, nil
 }
 
-// withoutValues is a request without the values of secrets: the identity of a request is kept on
-// disk as a digest, by which short values could be guessed.
+// withoutValues returns a request without the values of secrets: the identity of a request is
+// kept on disk as a digest, from which short values could be guessed.
 func withoutValues(r proto.Message) proto.Message {
 	claim, ok := r.(*nodev1.ClaimSandboxRequest)
 	if !ok || len(claim.GetSecretValues()) == 0 {
@@ -63,10 +63,10 @@ func withoutValues(r proto.Message) proto.Message {
 }
 
 // replayedHeader marks an answer that was given before, as REST's Idempotency-Replayed
-// does. It is no field, since it says something about the answer and not about the object.
+// does. It is not a field, because it describes the answer and not the object.
 const replayedHeader = "idempotency-replayed"
 
-// answeredOnce is answered, for what may have been done before.
+// answeredOnce is answered, for requests that may have been done before.
 func answeredOnce[T, G any](ctx context.Context, from func(T) G) func(T, bool, error) (G, error) {
 	return func(v T, replayed bool, err error) (G, error) {
 		if err == nil && replayed {
@@ -76,21 +76,22 @@ func answeredOnce[T, G any](ctx context.Context, from func(T) G) func(T, bool, e
 	}
 }
 
-// makingRequest is a request that makes an object of another one.
+// makingRequest is a request that makes an object from another one.
 type makingRequest interface {
 	onceRequest
 	GetNamespace() string
 	GetName() string
 }
 
-// making is what such requests have in common: the object that another one is made of,
-// the key of that other one, and the identity of the request.
+// making has the common parts of such requests: the object that they start from, the
+// key of the new object, and the identity of the request.
 type making struct {
 	from, key sandbox.Key
 	once      *sandbox.Once
 }
 
-// makingOf parses what a request has of it; from names the object.
+// makingOf parses these parts; from is the name of the object that the request
+// starts from.
 func makingOf(ctx context.Context, method string, r makingRequest, from string) (m making, err error) {
 	if m.from, err = sandbox.ParseKey(r.GetNamespace(), from); err != nil {
 		return m, err
@@ -112,7 +113,7 @@ func (n *nodeAPI) ClaimSandbox(ctx context.Context, r *nodev1.ClaimSandboxReques
 	if err != nil {
 		return nil, err
 	}
-	if claim.Owner != "" && r.GetName() == "" { // each call would make another one up
+	if claim.Owner != "" && r.GetName() == "" { // each call would make up a new name
 		return nil, sandbox.Invalid("name", "a claim for an owner must give one")
 	}
 	claim.Key, claim.Once = m.key, m.once
@@ -137,7 +138,7 @@ func (n *nodeAPI) ListSandboxes(ctx context.Context, r *nodev1.ListSandboxesRequ
 	return &nodev1.ListSandboxesResponse{Sandboxes: items, Next: next, ResourceVersion: v.Version, StateId: v.ID}, err
 }
 
-// verb changes what a sandbox does.
+// verb changes the state of a sandbox.
 func verb(ctx context.Context, r conditionalRequest, do func(context.Context, sandbox.Key, ...sandbox.Precondition) (sandbox.Sandbox, error)) (*nodev1.Sandbox, error) {
 	return answered(nodeconv.FromSandbox)(meant(ctx, r, do))
 }
@@ -229,7 +230,7 @@ func (n *nodeAPI) ForkSandbox(ctx context.Context, r *nodev1.ForkSandboxRequest)
 	if err != nil {
 		return nil, err
 	}
-	if spec.Owned() && r.GetName() == "" { // each call would make another one up
+	if spec.Owned() && r.GetName() == "" { // each call would make up a new name
 		return nil, sandbox.Invalid("name", "a fork for owners must give one")
 	}
 	when, err := nodeconv.ToPrecondition(r.GetPrecondition())

@@ -72,7 +72,7 @@ func (n *nodeAPI) SetQuota(ctx context.Context, r *nodev1.SetQuotaRequest) (*nod
 	return answered(nodeconv.FromQuotaUse)(n.Service.SetQuota(ctx, q))
 }
 
-// logPart is how much of a log a message has at most.
+// logPart is the greatest part of a log in one message.
 const logPart = 64 << 10
 
 // GetTemplateLog implements nodev1.NodeServer.
@@ -95,7 +95,7 @@ func (n *nodeAPI) GetTemplateLog(r *nodev1.GetTemplateLogRequest, out grpc.Serve
 	})
 }
 
-// logWriter sends what is written to it.
+// logWriter sends a log to the client.
 type logWriter struct {
 	out grpc.ServerStreamingServer[nodev1.TemplateLog]
 	err error // of the first message

@@ -11,7 +11,7 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// snapshots is what the daemon has for other nodes.
+// snapshots returns the service for other nodes, if the daemon has one.
 func (n *nodeAPI) snapshots() (server.Snapshots, error) {
 	if n.Snapshots == nil {
 		return nil, sandbox.Errorf(sandbox.CodeUnimplemented, "this daemon has no snapshots that travel")

@@ -36,8 +36,8 @@ var stateDigest = func() string {
 	return hex.EncodeToString(sum[:])
 }()
 
-// TestSnapshotRoles: parts of snapshots are for nodes alone, offers for those who look after nodes,
-// and to have one fetched is for a controller itself.
+// TestSnapshotRoles: parts of snapshots are for nodes alone, offers for principals that look
+// after nodes. Only a controller itself or an admin may have a snapshot fetched.
 func TestSnapshotRoles(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	digest := n.offered()
@@ -76,7 +76,7 @@ func TestSnapshotRoles(t *testing.T) {
 		for name, call := range calls {
 			err := call(client, c.principal)
 			if strings.Contains(c.may, name) {
-				if name == "fetch" { // it is looked at, and is none
+				if name == "fetch" { // the offer is parsed, and is not valid
 					wantRefused(t, err, codes.InvalidArgument, "invalid", "")
 				} else if err != nil {
 					t.Errorf("%s for %q, %s: %v", c.component, c.principal, name, err)
@@ -104,8 +104,8 @@ func pairs(principal string) (out []string) {
 	return out
 }
 
-// TestSnapshotsOverTLS: a node reads the digests and the parts of another one's snapshots, and is told
-// what is not there.
+// TestSnapshotsOverTLS: a node reads the digests and the parts of another one's snapshots, and
+// gets an error for parts that do not exist.
 func TestSnapshotsOverTLS(t *testing.T) {
 	n := newMutualNode(t, defaultBounds)
 	digest := n.offered()

@@ -21,11 +21,11 @@ import (
 
 // Bounds of a stream.
 const (
-	// maxData is the size of a frame of guestrpc.
+	// maxData is the size of the largest frame of guestrpc.
 	maxData = guestrpc.MaxPayload + 12
 	// maxWakes is how many answers a client may wait for at once.
 	maxWakes = guestrpc.MaxStreams
-	// idleStream is how long a stream is held on which nothing is done.
+	// idleStream is how long a stream without calls stays open.
 	idleStream = 5 * time.Minute
 )
 
@@ -56,7 +56,7 @@ func (n *nodeAPI) UseSandbox(ss grpc.BidiStreamingServer[nodev1.UseSandboxReques
 		return err
 	}
 	open := first.GetOpen()
-	if open == nil { // what the caller may is asked first, as always
+	if open == nil { // the caller's rights are checked first, as always
 		open = &nodev1.OpenSandbox{}
 	}
 	return n.serve(ss.Context(), nodev1.Node_UseSandbox_FullMethodName, open, func(ctx context.Context) error {
@@ -85,7 +85,7 @@ var errNotOpen = sandbox.Invalid("open", "it must be in the first message, and i
 
 // run wakes the sandbox and serves the stream to its end.
 func (u *using) run(when sandbox.Precondition) error {
-	looked, err := u.Sandbox(u.ctx, u.key) // what is not meant is not woken
+	looked, err := u.Sandbox(u.ctx, u.key) // a sandbox that does not meet the precondition is not woken
 	if err == nil {
 		err = looked.Identity().Meets(when)
 	}
@@ -112,7 +112,7 @@ func (u *using) run(when sandbox.Precondition) error {
 	go func() { served <- guestrpc.ServeRelay(session, u.stream, u, can...) }()
 	select {
 	case err = <-served:
-	case <-session.Done(): // what waits for the client's bytes ends with the stream, when this has returned
+	case <-session.Done(): // a read that waits for the client ends with the stream, when run has returned
 		err = session.Err()
 	}
 	end()
@@ -129,8 +129,8 @@ func (u *using) run(when sandbox.Precondition) error {
 	return err
 }
 
-// use begins to use the sandbox that the stream is for. If it has ended, so does the
-// stream; another one that has its name sleeps on.
+// use begins to use the sandbox of the stream. If the sandbox has ended, the stream
+// ends as well. If another sandbox has its name now, use does not wake that.
 func (u *using) use(ctx context.Context) (s *server.Session, err error) {
 	now, err := u.Sandbox(ctx, u.key)
 	if err == nil && now.ID != u.id {
@@ -139,7 +139,7 @@ func (u *using) use(ctx context.Context) (s *server.Session, err error) {
 	if err == nil {
 		s, err = u.Use(ctx, u.key)
 	}
-	if err == nil && s.Record().ID != u.id { // it has got the name just now
+	if err == nil && s.Record().ID != u.id { // another sandbox has got the name just now
 		s.Close()
 		s, err = nil, u.another()
 	}
@@ -153,7 +153,7 @@ func (u *using) another() error {
 	return sandbox.Errorf(sandbox.CodeEnded, "sandbox %s has ended", u.key.Name).Because("another one has its name")
 }
 
-// finish ends the stream; the first cause counts.
+// finish ends the stream; only the first cause counts.
 func (u *using) finish(cause error) {
 	u.mu.Lock()
 	if u.cause == nil {
@@ -163,7 +163,7 @@ func (u *using) finish(cause error) {
 	u.end()
 }
 
-// idled ends a stream that nobody uses.
+// idled ends a stream without calls.
 func (u *using) idled() {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -173,10 +173,10 @@ func (u *using) idled() {
 	}
 }
 
-// errClosing is what calls and streams get from a daemon that shuts down.
+// errClosing ends calls and streams when the daemon shuts down.
 var errClosing = sandbox.Errorf(sandbox.CodeClosing, "the daemon is shutting down").Try("Open the stream again when it is back")
 
-// close ends the stream with its last call.
+// close ends the stream after its last call.
 func (u *using) close() {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -216,7 +216,7 @@ func (u *using) release() {
 	}
 }
 
-// wake answers a client that asks for the sandbox as it is, awake.
+// wake wakes the sandbox for a client, and answers with its record.
 func (u *using) wake(number uint64) error {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -243,7 +243,8 @@ func (u *using) wake(number uint64) error {
 	return nil
 }
 
-// Begin implements guestrpc.Relay: a call is judged, written down and counted by itself.
+// Begin implements guestrpc.Relay. Each call is authorised, recorded and counted by
+// itself.
 func (u *using) Begin(ctx context.Context, c guestrpc.Call) (guestrpc.Relayed, error) {
 	r, err := u.begin(ctx, c)
 	if err != nil {
@@ -272,7 +273,7 @@ func (u *using) begin(ctx context.Context, c guestrpc.Call) (*relayedCall, error
 		return nil, server.AuditFailed()
 	}
 	r := &relayedCall{using: u, event: event}
-	// Of the principal, and no longer than the call.
+	// It is the principal's context, and ends with the call at the latest.
 	r.ctx, r.cancel = context.WithCancel(u.ctx)
 	r.stop = context.AfterFunc(ctx, r.cancel)
 	var err error
@@ -289,7 +290,7 @@ func (u *using) begin(ctx context.Context, c guestrpc.Call) (*relayedCall, error
 	return r, nil
 }
 
-// event is what the audit log gets to know of a call on the stream.
+// event makes the event of a call on the stream for the audit log.
 func (u *using) event(o access.Operation) audit.Event {
 	named := &nodev1.OpenSandbox{Namespace: string(u.key.Namespace), Name: string(u.key.Name)}
 	return call{string(o), named}.event(u.ctx, u.who, audit.Start)
@@ -303,7 +304,7 @@ type relayedCall struct {
 	ctx     context.Context
 	cancel  context.CancelFunc
 	stop    func() bool
-	told    func(error) // nil if nobody is
+	told    func(error) // nil if no observer is told
 }
 
 // Agent implements guestrpc.Relayed.
@@ -332,11 +333,11 @@ func (r *relayedCall) End(err error) {
 	r.release()
 }
 
-// useStream carries the bytes of a session. Reads are the relay's alone.
+// useStream carries the bytes of a session. Only the relay reads from it.
 type useStream struct {
 	*using
 	ss   grpc.BidiStreamingServer[nodev1.UseSandboxRequest, nodev1.UseSandboxResponse]
-	cut  context.CancelFunc // ends the call at once, with what waits for the client
+	cut  context.CancelFunc // ends the call at once, and the reads and writes that wait for the client
 	rest []byte             // of a message
 
 	sending sync.Mutex // only one may send at a time
@@ -365,7 +366,7 @@ func (s *useStream) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// received deals with a message.
+// received handles a message.
 func (s *useStream) received(m *nodev1.UseSandboxRequest) error {
 	if len(m.ProtoReflect().GetUnknown()) > 0 {
 		return checkFields(m.ProtoReflect())
@@ -400,8 +401,8 @@ func (s *useStream) send(m *nodev1.UseSandboxResponse) error {
 	return s.ss.Send(m)
 }
 
-// stop sends nothing more. A client that does not take what is being sent is cut off: it
-// would not take the reason, either.
+// stop sends nothing more. If the client does not receive the message that is being
+// sent, stop ends the call at once: such a client would not receive the reason, either.
 func (s *useStream) stop() {
 	s.stopped.Store(true)
 	if !s.sending.TryLock() {
@@ -411,7 +412,7 @@ func (s *useStream) stop() {
 	s.sending.Unlock()
 }
 
-// awake answers with the sandbox, or why it is not.
+// awake answers with the sandbox, or with the reason why it is not awake.
 func (s *useStream) awake(number uint64, record sandbox.Sandbox, err error) error {
 	a := &nodev1.AwakeSandbox{Wake: number}
 	if err != nil {

@@ -86,8 +86,8 @@ func until(s grpc.ServerStreamingClient[nodev1.UseSandboxResponse]) error {
 	}
 }
 
-// TestUseHostile: no stream opens what its principal may not use, and none goes on whose
-// client does not keep to the form. Others are served meanwhile.
+// TestUseHostile: no stream opens a sandbox that its principal may not use, and no
+// stream goes on after a malformed message. Others are served meanwhile.
 func TestUseHostile(t *testing.T) {
 	u := newUseClient(t, &nodev1.ClaimSandboxRequest{})
 	other := u.use()
@@ -146,7 +146,8 @@ func TestUseHostile(t *testing.T) {
 	}
 }
 
-// TestUseHalfOpen: a stream on which nothing comes ends, and nobody waits for it.
+// TestUseHalfOpen: a stream on which the client sends nothing ends, and delays no
+// other call.
 func TestUseHalfOpen(t *testing.T) {
 	u := newUseClient(t, &nodev1.ClaimSandboxRequest{}, func(cfg *server.Config) { cfg.BodyTimeout = 2 * time.Second })
 	other := u.use()
@@ -156,8 +157,8 @@ func TestUseHalfOpen(t *testing.T) {
 	u.works(other)
 }
 
-// TestUsePrivate: what is the node's alone is refused on a stream, and everything else that
-// guestrpc has is an operation.
+// TestUsePrivate: methods for the node alone are refused on a stream, and all other methods
+// of guestrpc are operations.
 func TestUsePrivate(t *testing.T) {
 	u := newUseClient(t, &nodev1.ClaimSandboxRequest{})
 	s := u.use()
@@ -243,7 +244,8 @@ func TestUseEnded(t *testing.T) {
 	u.works(again)
 }
 
-// TestUseRevoked: whoever may nothing any more is cut off, with what is under way.
+// TestUseRevoked: a principal that loses its rights is cut off, together with its
+// calls under way.
 func TestUseRevoked(t *testing.T) {
 	who, revoke := context.WithCancel(t.Context())
 	var auth asked
@@ -271,7 +273,7 @@ func TestUseStalled(t *testing.T) {
 		t.Fatal(err)
 	}
 	gate := &gated{stream: stalled, pass: make(chan struct{}, 1000)}
-	for range 3 { // the sandbox, the hello, and the answer to what follows
+	for range 3 { // the sandbox, the hello, and the answer to the next message
 		gate.pass <- struct{}{}
 	}
 	agent := managertest.Must(guestrpc.NewClient(t.Context(), gate))(t)
@@ -294,7 +296,7 @@ func TestUseStalled(t *testing.T) {
 	<-agent.Done()
 }
 
-// gated is a stream of which so many messages are read as may pass.
+// gated is a stream that reads one message for each value in pass.
 type gated struct {
 	stream nodev1.Node_UseSandboxClient
 	pass   chan struct{}
@@ -321,8 +323,8 @@ func (g *gated) Write(p []byte) (int, error) {
 
 func (g *gated) Close() error { return nil }
 
-// TestUseFlood: a client that asks for more answers than it may wait for, and takes none, is
-// cut off.
+// TestUseFlood: a client that asks for more answers than it may wait for, and receives none
+// of them, is cut off.
 func TestUseFlood(t *testing.T) {
 	u := newUseClient(t, &nodev1.ClaimSandboxRequest{}, func(cfg *server.Config) { cfg.StallTimeout = time.Second })
 	other := u.use()
@@ -338,8 +340,8 @@ func TestUseFlood(t *testing.T) {
 	u.works(other)
 }
 
-// TestUseAudited: each call on a stream is written down as its operation, with both names;
-// what cannot be written down is not done.
+// TestUseAudited: each call on a stream is recorded as its operation, with both names. A
+// call that cannot be recorded is not done.
 func TestUseAudited(t *testing.T) {
 	var full sync.Map
 	var log server.Auditor
@@ -378,8 +380,8 @@ func TestUseAudited(t *testing.T) {
 	}
 }
 
-// TestUseShutdown: a stream that is only held does not keep a daemon from ending; a call that
-// is under way is finished.
+// TestUseShutdown: a stream without calls does not keep a daemon from ending; a call that is
+// under way is finished.
 func TestUseShutdown(t *testing.T) {
 	u := newUseClient(t, &nodev1.ClaimSandboxRequest{})
 	held := managertest.Must(u.UseSandbox(u.ctx))(t)
@@ -464,8 +466,8 @@ func TestUsePort(t *testing.T) {
 	}
 }
 
-// TestFindOthers: ids, tokens and secrets of other namespaces are answered like what does not
-// exist.
+// TestFindOthers: ids, tokens and secrets of other namespaces get the same answers as missing
+// ones.
 func TestFindOthers(t *testing.T) {
 	u := newUseClient(t, &nodev1.ClaimSandboxRequest{})
 	id := string(u.use().Record().ID)
@@ -497,8 +499,8 @@ func TestFindOthers(t *testing.T) {
 	}
 }
 
-// TestSecretsOverGRPC: values are in no answer, reading names is written down, and other
-// namespaces' do not exist.
+// TestSecretsOverGRPC: no answer has values, reading names is recorded, and secrets of
+// other namespaces do not exist.
 func TestSecretsOverGRPC(t *testing.T) {
 	c := newGatewayClient(t)
 	made := managertest.Must(c.ApplySecret(c.ctx, &nodev1.ApplySecretRequest{Name: "s", Data: map[string][]byte{"KEY": []byte("plain-value")}}))(t)
@@ -550,8 +552,8 @@ func TestIdentityIsOfPrincipal(t *testing.T) {
 	wantRefused(t, err, codes.InvalidArgument, "invalid", "identity")
 }
 
-// FuzzUseMessage: whatever message comes on a stream, it is refused or is a frame's worth of
-// bytes for the session.
+// FuzzUseMessage: each message on a stream is refused or is at most a frame of bytes for the
+// session.
 func FuzzUseMessage(f *testing.F) {
 	for _, m := range []*nodev1.UseSandboxRequest{
 		open("a"), data([]byte("AGRUNRPC")), data(make([]byte, maxData+1)), unknown(data([]byte("x"))), {},

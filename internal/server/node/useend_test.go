@@ -58,8 +58,8 @@ func TestUseWakesNoOther(t *testing.T) {
 	}
 }
 
-// TestUseSuccessor: whoever asks for a sandbox by its name gets the one that has it now, also
-// while the stream of the one before is held.
+// TestUseSuccessor: a client that asks for a sandbox by its name gets the one that has the
+// name now, also while the stream of the previous one is held open.
 func TestUseSuccessor(t *testing.T) {
 	u := newUseClient(t, &nodev1.ClaimSandboxRequest{})
 	for range 20 {

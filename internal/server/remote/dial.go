@@ -19,27 +19,28 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// Target says how a node is reached over TCP.
+// Target says how to reach a node over TCP.
 type Target struct {
 	// Address is HOST:PORT.
 	Address string
-	// Node is the name that the node's certificate must have; with it the address is only
-	// the way there. Empty is whoever has a certificate for the host.
+	// Node is the name that the node's certificate must have; the address is then only
+	// the way to the node. If Node is empty, any certificate for the host is accepted.
 	Node string
-	// Files are those of the caller: its certificate and key, and the CAs of nodes.
+	// Files are the caller's files: its certificate and key, and the CAs of nodes.
 	Files access.MutualFiles
-	// Failed is told of files that cannot be used; the ones before go on.
+	// Failed is called when the files cannot be used; the previous ones stay in
+	// use.
 	Failed func(error)
 	// Window is how many bytes of answers a node may send ahead, on one call and on all; 0 leaves
 	// that to gRPC, which begins with 64 KiB.
 	Window int32
-	// Look is how often the files are looked at; 0 is access.LookEvery.
+	// Look is how often to look at the files; 0 means access.LookEvery.
 	Look time.Duration
 }
 
-// Conn is a connection with a node over mutual TLS. When its files change, calls that
-// begin go over a new connection, and the one before ends with the last call on it: whoever
-// renews a certificate in time loses no call.
+// Conn is a connection with a node over mutual TLS. When its files change, new calls go
+// over a new connection, and the one before ends with the last call on it. So a caller that
+// renews its certificate in time loses no call.
 type Conn struct {
 	target Target
 	end    *access.Mutual
@@ -47,7 +48,7 @@ type Conn struct {
 
 	mu     sync.Mutex // protects all following fields
 	now    *link
-	before map[*link]bool // those that were replaced, and have calls
+	before map[*link]bool // connections that were replaced and still have calls
 	closed bool
 }
 
@@ -131,7 +132,7 @@ func (c *Conn) follow(ctx context.Context) {
 	}
 }
 
-// replace lets calls that begin from now on go over a new connection.
+// replace makes calls that begin from now on go over a new connection.
 func (c *Conn) replace() error {
 	fresh, err := c.open()
 	if err != nil {
@@ -151,7 +152,8 @@ func (c *Conn) replace() error {
 	return nil
 }
 
-// take is the connection for a call, which done ends.
+// take returns the connection for a call; the caller calls done at the end of
+// the call.
 func (c *Conn) take() (l *link, done func()) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -162,7 +164,7 @@ func (c *Conn) take() (l *link, done func()) {
 		defer c.mu.Unlock()
 		if l.calls--; l.calls == 0 && c.before[l] {
 			delete(c.before, l)
-			_ = l.Close() // nothing is under way on it
+			_ = l.Close() // it has no calls
 		}
 	}
 }
@@ -180,7 +182,7 @@ func (c *Conn) NewStream(ctx context.Context, desc *grpc.StreamDesc, method stri
 	l, done := c.take()
 	done = sync.OnceFunc(done)
 	s, err := l.NewStream(ctx, desc, method, append(slices.Clip(opts), grpc.OnFinish(func(error) { done() }))...)
-	if err != nil { // gRPC may have told of it or not
+	if err != nil { // gRPC may have called OnFinish or not
 		done()
 	}
 	return s, err

@@ -80,7 +80,7 @@ func (m *mutual) dialTo(target remote.Target) *remote.Conn {
 }
 
 // TestDialWrong: a node that is another one, or that does not know the caller, is
-// unavailable; what cannot be dialled is told of.
+// unavailable. Targets that cannot be dialled are errors.
 func TestDialWrong(t *testing.T) {
 	m := serveMutual(t, managertest.New(t))
 	other := serveMutual(t, managertest.New(t))
@@ -107,8 +107,8 @@ func TestDialWrong(t *testing.T) {
 	}
 }
 
-// TestDialRenewed: calls that begin after new files are there go over a new connection;
-// what had begun goes on, until the connection is closed by its user.
+// TestDialRenewed: calls that begin after new files are there go over a new connection.
+// Calls that had begun go on, until their user closes the connection.
 func TestDialRenewed(t *testing.T) {
 	m := serveMutual(t, managertest.New(t))
 	files := accesstest.Files(m.files("controller/c"))
@@ -140,7 +140,7 @@ func TestDialRenewed(t *testing.T) {
 	}
 	// As another component, which the node would tell from the first.
 	files.WritePair(t, m.ca.Component("node/now"))
-	for { // nothing tells that it was read
+	for { // no event tells that it was read
 		_, err := remote.New(conn).Node(t.Context())
 		if sandbox.HasCode(err, sandbox.CodeDenied) {
 			break

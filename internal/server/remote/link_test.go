@@ -10,7 +10,7 @@ import (
 )
 
 // TestLinks: a connection that was replaced is closed when its last call has ended, at
-// once if it has none, and with the others if they are all closed.
+// once if it has no calls, and with the others if they are all closed.
 func TestLinks(t *testing.T) {
 	ca, files := accesstest.NewCA(t), accesstest.NewFiles(t)
 	files.WritePair(t, ca.Component("controller/c"))

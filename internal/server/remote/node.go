@@ -14,8 +14,8 @@ func (s *Service) Node(ctx context.Context) (sandbox.NodeStatus, error) {
 	return read(ctx, nodeconv.ToNode)(s.node.GetNode(ctx, &nodev1.GetNodeRequest{}))
 }
 
-// needs refuses what the node's daemon is too old for. Whether it is the component asks itself:
-// not everybody may look at a node.
+// needs refuses a call that the node's daemon is too old for. The component itself asks for the
+// features, because not every principal may look at a node.
 func (s *Service) needs(ctx context.Context, feature string) error {
 	if _, has := s.features.Load(feature); has {
 		return nil
@@ -61,7 +61,8 @@ func (s *Service) Uncordon(ctx context.Context) (sandbox.NodeStatus, error) {
 	return read(ctx, nodeconv.ToNode)(s.node.UncordonNode(ctx, &nodev1.UncordonNodeRequest{}))
 }
 
-// all is the field of a list of all namespaces, if it is one.
+// all reports whether a list is of all namespaces, which the node's daemon must
+// be able to list.
 func (s *Service) all(ctx context.Context, n sandbox.Namespace) (bool, error) {
 	if n != "" {
 		return false, nil

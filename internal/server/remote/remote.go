@@ -1,6 +1,6 @@
 // Package remote is a service that a node's daemon serves over gRPC (api/node/v1), for
-// those who serve the sandboxes of other nodes. What the node's daemon is too old for is
-// refused with sandbox.CodeUnimplemented.
+// programs that serve the sandboxes of other nodes. Calls that the node's daemon is too
+// old for fail with sandbox.CodeUnimplemented.
 package remote
 
 import (
@@ -20,9 +20,10 @@ import (
 // Service is the service of a node at the other end of a connection.
 type Service struct {
 	node nodev1.NodeClient
-	// self is the node for the component itself, if it makes its calls for somebody.
+	// self calls the node for the component itself, if node makes its calls for
+	// another principal.
 	self nodev1.NodeClient
-	// features are those that the node's API was seen to have.
+	// features has the features that the node's API is known to have.
 	features sync.Map
 	streams  streams
 }
@@ -39,7 +40,7 @@ func New(conn grpc.ClientConnInterface) *Service {
 	return s
 }
 
-// problem is the error of a call as the node said it.
+// problem returns the error of a call, as reported by the node.
 func problem(ctx context.Context, err error) error {
 	st := status.Convert(err)
 	for _, d := range st.Details() {
@@ -53,7 +54,7 @@ func problem(ctx context.Context, err error) error {
 	return sandbox.Errorf(server.CodeUnavailable, "the node does not answer").Because("%s", st.Message())
 }
 
-// read is what a call answered, as the vocabulary has it.
+// read converts the answer of a call into a type of package sandbox.
 func read[G, T any](ctx context.Context, to func(G) (T, error)) func(G, error) (T, error) {
 	return func(got G, err error) (T, error) {
 		if err != nil {
@@ -67,7 +68,7 @@ func read[G, T any](ctx context.Context, to func(G) (T, error)) func(G, error) (
 // maxLimit is the most that one call lists.
 const maxLimit = 1000
 
-// list asks for as many pages as it takes.
+// list asks for as many pages as are needed.
 func list[G, T any](ctx context.Context, p sandbox.Page, call func(limit uint32, after string) ([]G, string, error), to func(G) (T, error)) (out []T, err error) {
 	for after := p.After; len(out) < p.Most(); {
 		got, next, err := call(uint32(min(p.Most()-len(out), maxLimit)), after)
@@ -152,7 +153,7 @@ func (s *Service) DeleteTemplate(ctx context.Context, k sandbox.Key, when ...san
 	return done(ctx)(s.node.DeleteTemplate(ctx, &nodev1.DeleteTemplateRequest{Namespace: string(k.Namespace), Name: string(k.Name), Precondition: p}))
 }
 
-// done is for calls that are answered with nothing.
+// done is for calls whose answer is empty.
 func done(ctx context.Context) func(any, error) error {
 	return func(_ any, err error) error {
 		if err != nil {

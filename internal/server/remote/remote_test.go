@@ -34,7 +34,7 @@ func TestRemote(t *testing.T) {
 	}
 }
 
-// TestGone: a node that does not answer is told of.
+// TestGone: a node that does not answer is an error.
 func TestGone(t *testing.T) {
 	conn := serve(t, managertest.New(t))
 	if err := conn.Close(); err != nil {

@@ -128,7 +128,7 @@ func (s *Service) ReleaseOwner(ctx context.Context, r sandbox.ReleaseRequest) er
 	return done(ctx)(s.node.ReleaseOwner(ctx, &nodev1.ReleaseOwnerRequest{Namespace: string(r.Namespace), Owner: string(r.Owner)}))
 }
 
-// precondition is the one that says what all of some say.
+// precondition combines all preconditions into one.
 func (s *Service) precondition(ctx context.Context, when []sandbox.Precondition) (*nodev1.Precondition, error) {
 	var all sandbox.Precondition
 	for _, p := range when {

@@ -13,7 +13,7 @@ import (
 
 // CopyBuildLog implements server.Service.
 func (s *Service) CopyBuildLog(ctx context.Context, r sandbox.BuildLogRequest, w io.Writer) error {
-	if err := r.Validate(); err != nil { // a stage that is none has no form in a message
+	if err := r.Validate(); err != nil { // an unknown stage has no form in a message
 		return err
 	}
 	if err := s.needs(ctx, "template-logs"); err != nil {
@@ -117,7 +117,7 @@ func (s *Service) SandboxByID(ctx context.Context, id sandbox.ID) (sandbox.Sandb
 }
 
 // SandboxOfToken implements server.Service. The call to the node lasts until the context
-// ends, which it also does with ctx, or with the connection.
+// ends. The context also ends with ctx, and with the connection.
 func (s *Service) SandboxOfToken(ctx context.Context, t sandbox.Token) (sandbox.Sandbox, context.Context, error) {
 	if err := s.needs(ctx, "use"); err != nil {
 		return sandbox.Sandbox{}, nil, err
@@ -134,13 +134,13 @@ func (s *Service) SandboxOfToken(ctx context.Context, t sandbox.Token) (sandbox.
 		return sandbox.Sandbox{}, nil, err
 	}
 	go func() {
-		_, _ = w.Recv() // whatever it says, it is over
+		_, _ = w.Recv() // any further message or error ends the watch
 		end()
 	}()
 	return found, until, nil
 }
 
-// identity is the request of a call, if it has one.
+// identity returns the field with the identity of a request, if it has one.
 func (s *Service) identity(ctx context.Context, o *sandbox.Once) (*nodev1.RequestIdentity, error) {
 	return nodeconv.FromOnce(o), s.needsIf(ctx, o != nil, "identity")
 }

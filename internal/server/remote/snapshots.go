@@ -12,7 +12,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// SnapshotOffer is what another node needs to fetch a template's snapshot.
+// SnapshotOffer returns the offer that another node needs to fetch a template's
+// snapshot.
 func (s *Service) SnapshotOffer(ctx context.Context, digest string) (sandbox.Offer, error) {
 	if err := s.needs(ctx, "snapshots"); err != nil {
 		return sandbox.Offer{}, err
@@ -28,27 +29,27 @@ func (s *Service) FetchTemplate(ctx context.Context, r sandbox.FetchRequest) (sa
 	return read(ctx, toTemplate)(s.node.FetchSnapshot(ctx, nodeconv.FromFetch(r)))
 }
 
-// Snapshots is what a node gets of another one, with the certificate of a node. It does not know
-// the features of the other one, which are not for it to ask: one that serves no snapshots says
-// so.
+// Snapshots reads snapshots of another node, with the certificate of a node. It does not know
+// the features of that node, because it may not ask for them: a node that serves no snapshots
+// answers with an error.
 type Snapshots struct{ node nodev1.NodeClient }
 
-// NewSnapshots makes that of a connection, which stays the caller's.
+// NewSnapshots makes a Snapshots over a connection, which stays the caller's.
 func NewSnapshots(conn grpc.ClientConnInterface) Snapshots {
 	return Snapshots{nodev1.NewNodeClient(conn)}
 }
 
-// SnapshotWindow is the Window for connections on which parts are read: two that are under way, and
-// as much ahead.
+// SnapshotWindow is the Window for connections on which parts are read: room for two parts that
+// are under way, and for as much ahead.
 const SnapshotWindow = 4 << 20
 
-// Bounds of messages with parts of snapshots, for who does not trust their sender.
+// Bounds of messages with parts of snapshots, because their sender is not trusted.
 var (
 	maxPage = grpc.MaxCallRecvMsgSize(1 << 20)
 	maxPart = grpc.MaxCallRecvMsgSize(2 << 20)
 )
 
-// Digests gives a page of the digests of a layer's parts.
+// Digests returns a page of the digests of a layer's parts.
 func (s Snapshots) Digests(ctx context.Context, r sandbox.SnapshotRead, from uint32) ([]byte, error) {
 	got, err := s.node.GetSnapshotParts(ctx, &nodev1.GetSnapshotPartsRequest{Snapshot: r.Snapshot, Layer: r.Layer, From: from}, maxPage)
 	if err != nil {
@@ -57,7 +58,8 @@ func (s Snapshots) Digests(ctx context.Context, r sandbox.SnapshotRead, from uin
 	return got.GetDigests(), nil
 }
 
-// Read asks for parts of a layer, and calls each with what comes. It returns the error of each.
+// Read asks for parts of a layer, and calls each with every part that comes. It returns the
+// error of each.
 func (s Snapshots) Read(ctx context.Context, r sandbox.SnapshotRead, each func(number uint32, content []byte) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel() // ends the call

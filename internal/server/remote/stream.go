@@ -12,7 +12,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// maxWakes is how many answers a stream waits for at once: half of what a node takes.
+// maxWakes is how many answers a stream waits for at once: half of the node's bound.
 const maxWakes = guestrpc.MaxStreams / 2
 
 // stream is a stream to a sandbox's agent, with the session of guestrpc on it.
@@ -21,11 +21,11 @@ type stream struct {
 	cancel context.CancelFunc
 	agent  *guestrpc.Client
 	record sandbox.Sandbox // as it was when the stream was opened
-	rest   []byte          // of a message; the reader's
+	rest   []byte          // the rest of a message; only the reader uses it
 
 	sending sync.Mutex // only one may send at a time
 
-	turns chan struct{} // taken by those who wait to be answered
+	turns chan struct{} // taken while a wake waits for its answer
 
 	mu      sync.Mutex // protects all following fields
 	waiting map[uint64]chan awake
@@ -41,7 +41,8 @@ type awake struct {
 	err    error
 }
 
-// openStream opens the stream of a sandbox, which wakes it. ctx is that of the stream.
+// openStream opens the stream of a sandbox, which wakes the sandbox. The stream ends
+// with ctx.
 func openStream(ctx context.Context, node nodev1.NodeClient, k sandbox.Key) (*stream, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	call, err := node.UseSandbox(ctx)
@@ -85,7 +86,7 @@ func (s *stream) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// answered gives an answer to whoever waits for it.
+// answered gives an answer to the wake that waits for it.
 func (s *stream) answered(g *nodev1.AwakeSandbox) {
 	var a awake
 	if g.GetError() != nil {
@@ -134,7 +135,7 @@ func (s *stream) Close() error {
 	return nil
 }
 
-// finish ends the stream; the first reason counts.
+// finish ends the stream; only the first reason counts.
 func (s *stream) finish(err error) {
 	s.mu.Lock()
 	if s.err == nil {
@@ -152,11 +153,11 @@ func (s *stream) why() error {
 	return s.err
 }
 
-// errStreamEnded is what a wake gets on a stream that has ended, perhaps before it was
-// asked for.
+// errStreamEnded is the error of a wake on a stream that has ended, perhaps before the
+// wake was called.
 var errStreamEnded = errors.New("the stream has ended")
 
-// wake asks for the sandbox as it is, awake.
+// wake wakes the sandbox and returns its record.
 func (s *stream) wake(ctx context.Context) (sandbox.Sandbox, error) {
 	select {
 	case s.turns <- struct{}{}: // until it is answered

@@ -11,18 +11,18 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Bounds of the streams that are held.
+// Bounds of the streams that stay open.
 const (
-	// idleStreams is how many that nobody uses are held, each for idleStream.
+	// idleStreams is how many unused streams stay open, each for idleStream.
 	idleStreams = 64
 	idleStream  = 30 * time.Second
-	// freshStream is for how long sessions begin on a stream: one that is older ends with
-	// the last of them, and so does the connection that it is on when that was replaced.
+	// freshStream is how long new sessions may begin on a stream. An older stream ends
+	// with its last session. Its connection ends then as well, if that was replaced.
 	freshStream = time.Minute
 )
 
-// streams are those of sandboxes, one each, which sessions share. The zero value is ready
-// to use.
+// streams has one stream for each sandbox, which the sessions share. The zero value is
+// ready to use.
 type streams struct {
 	mu   sync.Mutex // protects all following fields, and those of held
 	held map[sandbox.Key]*held
@@ -42,11 +42,11 @@ type held struct {
 	err    error
 
 	users int
-	timer *time.Timer // while nobody uses it
+	timer *time.Timer // runs while the stream is unused
 }
 
-// take is the stream of a sandbox, for one user, who leaves it. fresh says that it was
-// opened for this one.
+// take returns the stream of a sandbox for one user, which calls leave at the end.
+// fresh says that the stream was opened for this user.
 func (all *streams) take(node nodev1.NodeClient, k sandbox.Key) (h *held, fresh bool) {
 	all.mu.Lock()
 	defer all.mu.Unlock()
@@ -74,7 +74,8 @@ func (all *streams) take(node nodev1.NodeClient, k sandbox.Key) (h *held, fresh 
 	return h, true
 }
 
-// good reports whether a session may begin on it. The caller holds all.mu.
+// good reports whether a session may begin on the stream. The caller holds
+// all.mu.
 func (h *held) good() bool {
 	if time.Since(h.made) > freshStream {
 		return false
@@ -95,8 +96,8 @@ func (h *held) good() bool {
 	}
 }
 
-// drop makes sure that no session begins on it; the last one ends it. The caller holds
-// all.mu.
+// drop makes sure that no session begins on the stream; the last one ends it. The
+// caller holds all.mu.
 func (h *held) drop() {
 	if h.all.held[h.key] != h {
 		return
@@ -109,7 +110,7 @@ func (h *held) drop() {
 	}
 }
 
-// forget is drop, for those who do not hold all.mu.
+// forget is drop, for callers that do not hold all.mu.
 func (h *held) forget() {
 	h.all.mu.Lock()
 	defer h.all.mu.Unlock()
@@ -133,7 +134,7 @@ func (h *held) leave() {
 	}
 	select {
 	case <-h.ready:
-	default: // nobody waits for it any more
+	default: // no goroutine waits for it any more
 		delete(all.held, h.key)
 		h.end()
 		return
@@ -159,8 +160,9 @@ func (s *Service) Use(ctx context.Context, k sandbox.Key) (sandbox.Session, erro
 		if err == nil {
 			return &session{service: s, held: h, record: record}, nil
 		}
-		// An open stream may be that of a sandbox that has ended, and another one have its name
-		// by now: that has another stream, and only a new one can tell that there is none.
+		// An open stream may be that of a sandbox that has ended, while another sandbox has its
+		// name by now. That one has another stream, and only a new stream can tell that no
+		// sandbox has the name.
 		ended := errors.Is(err, errStreamEnded)
 		if gone := sandbox.HasCode(err, sandbox.CodeEnded) || sandbox.HasCode(err, sandbox.CodeNotFound); ended || gone {
 			h.forget()
@@ -176,7 +178,8 @@ func (s *Service) Use(ctx context.Context, k sandbox.Key) (sandbox.Session, erro
 	}
 }
 
-// begin is the sandbox as it is when a session begins, which wakes it.
+// begin wakes the sandbox, and returns its record at the beginning of a
+// session.
 func (h *held) begin(ctx context.Context, fresh bool) (sandbox.Sandbox, error) {
 	select {
 	case <-h.ready:
@@ -214,7 +217,7 @@ func (u *session) Connect(ctx context.Context, port uint16) (sandbox.Conn, error
 	if err == nil {
 		return conn, nil
 	}
-	var said *guestrpc.Error // by the node, with all of its words
+	var said *guestrpc.Error // an error from the node, with its full text
 	if errors.As(err, &said) {
 		switch said.Code {
 		case guestrpc.CodeFailedPrecondition:
@@ -232,5 +235,5 @@ func (u *session) Stats(ctx context.Context) (sandbox.Stats, error) {
 	return c.Stats, err
 }
 
-// Close implements sandbox.Session. What was begun goes on.
+// Close implements sandbox.Session. Programs that it has started go on.
 func (u *session) Close() { u.close.Do(u.held.leave) }

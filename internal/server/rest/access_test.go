@@ -25,7 +25,7 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// with is the same node as whoever has a key or token sees it.
+// with is the same node with the credentials of a key or token.
 func (n *testNode) with(credential string) *testNode {
 	as := *n
 	as.client = &http.Client{Transport: bearer{credential, n.client.Transport}}
@@ -55,7 +55,7 @@ func (n *testNode) key(role access.Role, namespaces ...sandbox.Namespace) string
 	return text
 }
 
-// token is that of a sandbox.
+// token returns the token of a sandbox.
 func (n *testNode) token(name sandbox.Name) string {
 	n.t.Helper()
 	s, err := n.Manager.Sandbox(n.t.Context(), sandbox.Key{Namespace: "default", Name: name})
@@ -65,8 +65,8 @@ func (n *testNode) token(name sandbox.Name) string {
 	return n.Access.Token(s.ID)
 }
 
-// TestPermissions: every route that is described has a permission, under its own
-// name, and none that is not described has one.
+// TestPermissions: every route in the description has a permission, under its
+// own name, and no other route has one.
 func TestPermissions(t *testing.T) {
 	spec, _ := loadSpec(t)
 	described := map[string]bool{}
@@ -114,8 +114,8 @@ func TestPermissions(t *testing.T) {
 	}
 }
 
-// attempt makes a request to a route of another object, without a body worth
-// anything: whatever comes is about who may, or about the body.
+// attempt makes a request to a route of another object, with an invalid body:
+// its result is about the rights, or about the body.
 func (n *testNode) attempt(method, path string, names ...string) *response {
 	n.t.Helper()
 	for i := 0; i < len(names); i += 2 {
@@ -128,8 +128,7 @@ func (n *testNode) attempt(method, path string, names ...string) *response {
 	return n.do(method, strings.NewReplacer("{namespace}", "default", "{name}", "nobody", "{id}", "x", "{port}", "80").Replace(path), body)
 }
 
-// TestRoles: in every route each role is refused where it has to be, and nowhere
-// else.
+// TestRoles: every route refuses each role that may not use it, and no other.
 func TestRoles(t *testing.T) {
 	n := newNode(t)
 	roles := map[access.Role]*testNode{
@@ -150,7 +149,7 @@ func TestRoles(t *testing.T) {
 	})
 }
 
-// TestUnlisted: a route without an operation is served to nobody, not even to an
+// TestUnlisted: a route without an operation is refused, even to an
 // administrator.
 func TestUnlisted(t *testing.T) {
 	n := newNode(t)
@@ -164,8 +163,8 @@ func TestUnlisted(t *testing.T) {
 	})
 }
 
-// TestOtherTenant: in no route can a key of another namespace tell what exists
-// from what does not, nor reach it.
+// TestOtherTenant: in no route can a key of another namespace reach an object,
+// or tell existing objects from missing ones.
 func TestOtherTenant(t *testing.T) {
 	n := newNode(t)
 	n.setUp()
@@ -190,7 +189,7 @@ func TestOtherTenant(t *testing.T) {
 		tried++
 		missing := mine.attempt(method, path)
 		missing.refused(404, "not_found")
-		// By its name and by its id it is what a name is that nobody has.
+		// By its name and by its id it looks like an unused name.
 		for _, name := range []string{there, id} {
 			found := mine.attempt(method, path, "{name}", name)
 			if got := strings.Replace(string(found.body), name+" does not", "nobody does not", 1); found.status != missing.status || got != string(missing.body) {
@@ -215,8 +214,8 @@ func TestOtherTenant(t *testing.T) {
 	}
 }
 
-// TestSandboxToken: it is for what is inside of one sandbox, as long as that
-// lives.
+// TestSandboxToken: it is for requests inside of one sandbox, as long as the
+// sandbox lives.
 func TestSandboxToken(t *testing.T) {
 	n := newNode(t)
 	n.setUp()
@@ -353,11 +352,12 @@ func TestHostileCredentials(t *testing.T) {
 	r.Header["Authorization"] = []string{"Bearer " + good, "Bearer " + good}
 	n.send(r).refused(401, "unauthenticated")
 	n.do("GET", v1+"/pools", nil, "Authorization", "Bearer "+good).ok(200)
-	// Whoever sends a key on the socket is who has the key.
+	// The principal of a request with a key is the key's, on the socket as
+	// well.
 	n.with(n.key(access.RoleViewer, "default")).do("DELETE", v1+"/pools/pool", nil).refused(403, "permission_denied")
 }
 
-// TestLocalUser: only who is at the other end of a Unix socket needs no key.
+// TestLocalUser: only users at the other end of a Unix socket need no key.
 func TestLocalUser(t *testing.T) {
 	ask := func(ctx context.Context) (access.Principal, error) {
 		r, err := http.NewRequestWithContext(ctx, http.MethodGet, "/", nil)
@@ -456,7 +456,7 @@ func TestRevokedSocket(t *testing.T) {
 	if _, data, err := conn.Read(t.Context()); err == nil {
 		t.Errorf("it goes on: %s", data)
 	}
-	// What it started is the sandbox's.
+	// Programs that it started are the sandbox's.
 	if i := as[rest.ExecInfo](n.do("GET", path+"/"+x.Id, nil).ok(200)); !i.Running {
 		t.Errorf("%+v", i)
 	}
@@ -466,8 +466,8 @@ type writeFunc func() error
 
 func (f writeFunc) Write(p []byte) (int, error) { return len(p), f() }
 
-// TestAudit: what was done, by whom and how it ended, and nothing of what was
-// sent.
+// TestAudit: the log has the request, its principal and its result, but no
+// content of the request.
 func TestAudit(t *testing.T) {
 	n := newNode(t)
 	n.setUp()
@@ -509,7 +509,7 @@ func TestAudit(t *testing.T) {
 		}
 		want = append(want, e)
 	}
-	for i := range want { // of a name that was made up nothing is known before
+	for i := range want { // a name that is made up is unknown before
 		if want[i].Request == "claim" && want[i].Stage == audit.Start {
 			want[i].Object = ""
 		}
@@ -539,8 +539,8 @@ func TestAudit(t *testing.T) {
 	}
 }
 
-// TestRefusedAreBounded: of requests that are refused a key cannot write as many into the
-// audit log as it makes; those of another are written.
+// TestRefusedAreBounded: a key cannot write a line into the audit log for each of its
+// many refused requests; those of another are written.
 func TestRefusedAreBounded(t *testing.T) {
 	n := newNode(t)
 	loud, quiet := n.with(n.key(access.RoleViewer, "default")), n.with(n.key(access.RoleViewer, "default"))
@@ -562,7 +562,8 @@ func TestRefusedAreBounded(t *testing.T) {
 	}
 }
 
-// TestAuditFails: what belongs into the log and does not get there is not done.
+// TestAuditFails: a request that belongs into the log and cannot be recorded is
+// not done.
 func TestAuditFails(t *testing.T) {
 	var broken atomic.Bool // the end of a request is written when it has been answered
 	n := newNode(t, func(c *Config) {

@@ -14,11 +14,11 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// retryAfter is what a client is told that may try again, in seconds.
+// retryAfter tells a client in how many seconds it may try again.
 const retryAfter = "1"
 
-// recoded gives an agent's error another code than its usual one: that a file
-// is missing is not that a sandbox is.
+// recoded gives an agent's error another code than its usual one: a missing
+// file is not a missing sandbox.
 func recoded(err error, codes map[guestrpc.Code]sandbox.Code) error {
 	var guest *guestrpc.Error
 	if errors.As(err, &guest) && codes[guest.Code] != "" {
@@ -42,12 +42,13 @@ func wireError(err error) rest.Error {
 	return restconv.FromError(server.ToError(err))
 }
 
-// fail answers with an error, unless an answer is under way: that is cut off.
+// fail answers with an error. If an answer is already under way, fail cuts it
+// off instead.
 func (a *api) fail(w http.ResponseWriter, r *http.Request, err error) {
 	if began(w) {
 		panic(http.ErrAbortHandler)
 	}
-	// net/http reads what is left of the body, and may not do so for ever.
+	// net/http reads the rest of the body, and may not do so for ever.
 	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(a.BodyTimeout))
 	e := wireError(err)
 	status := server.Status(sandbox.Code(e.Code))
@@ -63,7 +64,7 @@ func (a *api) fail(w http.ResponseWriter, r *http.Request, err error) {
 	case http.StatusServiceUnavailable:
 		w.Header().Set("Retry-After", retryAfter)
 	case http.StatusRequestTimeout, http.StatusRequestEntityTooLarge:
-		// What is left of the body is not read.
+		// The rest of the body is not read.
 		w.Header().Set("Connection", "close")
 	}
 	a.write(w, r, status, e)
@@ -102,11 +103,11 @@ func (a *api) write(w http.ResponseWriter, r *http.Request, status int, object a
 	_, _ = a.send(w, body) // a client that is gone needs no answer
 }
 
-// send writes to the client, who may take only so long.
+// send writes to the client, within the time that a client may stall.
 func (a *api) send(w http.ResponseWriter, p []byte) (int, error) {
 	c := http.NewResponseController(w)
-	// Not every writer has deadlines; net/http's has. They would outlast the
-	// request.
+	// Not every writer has deadlines; net/http's has. They are reset, because
+	// they would outlast the request.
 	_ = c.SetWriteDeadline(time.Now().Add(a.StallTimeout))
 	defer func() { _ = c.SetWriteDeadline(time.Time{}) }()
 	n, err := w.Write(p)

@@ -8,7 +8,7 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// record is what the audit log gets to know about a request.
+// record is a request's record for the audit log.
 type record struct {
 	event  audit.Event
 	begun  bool // its start was written
@@ -25,7 +25,8 @@ func newRecord(r *http.Request, id string, t target) *record {
 	}}
 }
 
-// begin writes down what is about to be done. What cannot be written is not done.
+// begin records a request before it is done. A request that cannot be recorded is
+// not done.
 func (a *api) begin(rec *record, t target) error {
 	if !t.Operation.Rule().Audited() {
 		return nil
@@ -39,7 +40,7 @@ func (a *api) begin(rec *record, t target) error {
 	return nil
 }
 
-// end writes down what came of it.
+// end records the result of a request.
 func (a *api) end(rec *record, status int) {
 	if !rec.begun && !rec.denied {
 		return
@@ -58,7 +59,7 @@ func (a *api) end(rec *record, status int) {
 	}
 }
 
-// made names an object in the audit log that the path does not: it was made.
+// made names a new object in the audit log, because the path does not name it.
 func made(r *http.Request, object string) {
 	if rec, ok := r.Context().Value(recordKey).(*record); ok {
 		rec.event.Object = object

@@ -11,8 +11,8 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// authenticate says who makes a request: whose key or token it has, or, if it
-// has none, which user is at the other end of the socket.
+// authenticate finds the principal of a request: that of its key or token, or,
+// without one, the user at the other end of the socket.
 func (a *api) authenticate(r *http.Request) (access.Principal, error) {
 	given := r.Header["Authorization"]
 	if len(given) == 0 {
@@ -31,11 +31,11 @@ func (a *api) authenticate(r *http.Request) (access.Principal, error) {
 	return a.Authenticator.Authenticate(r.Context(), access.Credentials{Bearer: text})
 }
 
-// withPeer notes which user is at the other end of a Unix socket.
+// withPeer notes the user at the other end of a Unix socket.
 func withPeer(ctx context.Context, conn net.Conn) context.Context {
 	uid, err := server.PeerUID(conn)
 	if err != nil {
-		return ctx // nobody: refused
+		return ctx // without a user the request is refused
 	}
 	return context.WithValue(ctx, peerKey, uid)
 }

@@ -82,7 +82,7 @@ func TestCheckpointIdempotency(t *testing.T) {
 	}
 }
 
-// TestStats: what sandboxes cost, without waking those that are on disk.
+// TestStats: the cost of sandboxes is shown without waking those on disk.
 func TestStats(t *testing.T) {
 	n := newNode(t)
 	n.setUp()

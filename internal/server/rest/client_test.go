@@ -154,8 +154,8 @@ func TestClientInside(t *testing.T) {
 	}
 }
 
-// TestClientCutOff: a stream without its end is not taken for whole, and what
-// is not our server's is said so.
+// TestClientCutOff: a stream without its end is an error, and so is an answer
+// that is not our server's.
 func TestClientCutOff(t *testing.T) {
 	answer := `{"type":"stdout","offset":0,"data":"x","encoding":"utf-8"}` + "\n"
 	status := 200

@@ -171,7 +171,7 @@ func (a *api) codeEvents(w http.ResponseWriter, form string, s *guestrpc.Attache
 	}
 }
 
-// showCodeEvent reads what an interpreter has sent, which may be anything.
+// showCodeEvent reads an event of an interpreter, which may contain anything.
 func showCodeEvent(e guestrpc.CodeEvent) (rest.CodeEvent, error) {
 	seq := int64(e.Seq)
 	out := rest.CodeEvent{Seq: &seq, StdoutOffset: &e.Stdout, StderrOffset: &e.Stderr}
@@ -203,7 +203,7 @@ func showCodeEvent(e guestrpc.CodeEvent) (rest.CodeEvent, error) {
 
 func text(s string) string { return strings.ToValidUTF8(s, "\ufffd") }
 
-// showItem is text as it is, and what is none in base64.
+// showItem returns text unchanged, anything else as base64.
 func showItem(item guestrpc.CodeItem) string {
 	if isText(item.MIME) {
 		return text(string(item.Data))

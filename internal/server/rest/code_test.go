@@ -9,7 +9,7 @@ import (
 	"agentrun.dev/api/rest"
 )
 
-// TestCode: state stays, values are apart from output, errors are told.
+// TestCode: state stays, values are apart from output, errors are reported.
 func TestCode(t *testing.T) {
 	n := newNode(t)
 	n.setUp()

@@ -27,8 +27,8 @@ func (a *api) useNamed(ctx context.Context, namespace, name string) (*server.Ses
 	return a.Use(ctx, k)
 }
 
-// session begins to use the sandbox that the path names, for a request in which err was
-// found so far. It answers with the error, and returns nil, if there is one.
+// session begins to use the sandbox that the path names, unless err says that the
+// request has failed already. On an error, it answers with the error and returns nil.
 func (a *api) session(w http.ResponseWriter, r *http.Request, namespace, name string, err error) *server.Session {
 	var u *server.Session
 	if err == nil {
@@ -41,7 +41,7 @@ func (a *api) session(w http.ResponseWriter, r *http.Request, namespace, name st
 	return u
 }
 
-// inside serves a route that is answered with nothing but success.
+// inside serves a route whose answer is empty on success.
 func (a *api) inside(w http.ResponseWriter, r *http.Request, namespace, name string, do func(*server.Session) error) {
 	u, err := a.useNamed(r.Context(), namespace, name)
 	if err == nil {
@@ -51,7 +51,7 @@ func (a *api) inside(w http.ResponseWriter, r *http.Request, namespace, name str
 	a.done(w, r, err)
 }
 
-// withExec serves a route of one exec, likewise.
+// withExec serves such a route for one exec.
 func (a *api) withExec(w http.ResponseWriter, r *http.Request, namespace, name, id string, do func(*server.Session) error) {
 	if err := checkID("id", id); err != nil {
 		a.fail(w, r, err)
@@ -60,7 +60,7 @@ func (a *api) withExec(w http.ResponseWriter, r *http.Request, namespace, name, 
 	a.inside(w, r, namespace, name, do)
 }
 
-// run is an exec as a request asks for it.
+// run is an exec as its request describes it.
 type run struct {
 	rest.ExecRequest
 	req   guestrpc.ExecRequest
@@ -188,7 +188,8 @@ func (a *api) execEvents(w http.ResponseWriter, form string, s *guestrpc.Attache
 	copyExec(s, func(event rest.ExecEvent) error { return e.send(string(event.Type), event) })
 }
 
-// copyExec turns a process into events until it ends or nobody takes them.
+// copyExec turns the output of a process into events, until the process ends or
+// the client stops receiving.
 func copyExec(s *guestrpc.AttachedExec, send func(rest.ExecEvent) error) {
 	began := s.Started()
 	err := send(rest.ExecEvent{

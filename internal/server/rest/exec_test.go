@@ -16,7 +16,7 @@ import (
 	"agentrun.dev/api/rest"
 )
 
-// TestExec: what a buffered exec answers.
+// TestExec: the answers of a buffered exec.
 func TestExec(t *testing.T) {
 	n := newNode(t)
 	n.setUp()
@@ -90,7 +90,7 @@ func TestExecStream(t *testing.T) {
 		lines := bufio.NewScanner(res.Body)
 		for lines.Scan() {
 			seen.WriteString(lines.Text() + "\n")
-			// What it goes on with is made only when the first part has come.
+			// The rest is written only when the first part has come.
 			if strings.Contains(lines.Text(), `"one `) {
 				if err := os.WriteFile(fifo, nil, 0o600); err != nil {
 					t.Fatal(err)

@@ -44,7 +44,7 @@ func (a *api) withFile(w http.ResponseWriter, r *http.Request, namespace, name, 
 	}
 }
 
-// body is what a client uploads, as long as it goes on.
+// body is a client's upload, which may not stall.
 type body struct {
 	api  *api
 	w    http.ResponseWriter
@@ -65,7 +65,8 @@ func (b *body) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// done tells whose fault it was that the upload failed.
+// done returns the client's error if the upload failed because of that, and
+// else err.
 func (b *body) done(err error) error {
 	if b.err != nil {
 		return bodyError(b.err, 0)
@@ -119,7 +120,7 @@ func (a *api) WriteFile(w http.ResponseWriter, r *http.Request, namespace, name 
 	})
 }
 
-// parseMode reads permission bits; empty is 0, which is the default.
+// parseMode reads permission bits; an empty text is 0, which is the default.
 func parseMode(s string) (uint32, error) {
 	if s == "" {
 		return 0, nil

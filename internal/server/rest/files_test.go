@@ -124,7 +124,7 @@ func TestUploadCutOff(t *testing.T) {
 	})
 }
 
-// TestWatch: changes come as they happen, until what is watched is gone.
+// TestWatch: changes come as they happen, until the watched file is gone.
 func TestWatch(t *testing.T) {
 	n := newNode(t)
 	n.setUp()

@@ -268,7 +268,7 @@ func query(pairs ...string) string {
 
 func ptr[T any](v T) *T { return &v }
 
-// streamText is what a stream wrote to one output, checked for gaps.
+// streamText returns the text of one output in a stream, checked for gaps.
 func streamText(t *testing.T, events []rest.ExecEvent, kind rest.ExecEventType, from int64) string {
 	t.Helper()
 	var all []byte

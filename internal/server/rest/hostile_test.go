@@ -24,7 +24,7 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// TestHostileBodies: each gets the right refusal, which says what is wrong.
+// TestHostileBodies: each gets the right refusal, with the reason.
 func TestHostileBodies(t *testing.T) {
 	n := newNode(t)
 	n.setUp()
@@ -106,8 +106,8 @@ func TestHostileBodies(t *testing.T) {
 	}
 }
 
-// TestHostileEverywhere: whatever is wrong with a body or a query is refused in
-// every route that takes one, those that come later included.
+// TestHostileEverywhere: every route with a body or a query refuses invalid
+// ones, routes that come later included.
 func TestHostileEverywhere(t *testing.T) {
 	n := newNode(t)
 	n.setUp()
@@ -266,7 +266,8 @@ func TestDescribed(t *testing.T) {
 	}
 }
 
-// TestSlowSender: who does not send its body in time is told so, and let go.
+// TestSlowSender: a client that does not send its body in time gets an error,
+// and its connection ends.
 func TestSlowSender(t *testing.T) {
 	n := newNode(t, func(c *Config) { c.BodyTimeout, c.StallTimeout = 300*time.Millisecond, 500*time.Millisecond })
 	n.setUp()
@@ -292,7 +293,7 @@ func TestSlowSender(t *testing.T) {
 			t.Errorf("the connection was not closed: %v", err)
 		}
 	}
-	// One that is refused before its body is read is let go as well.
+	// A client that is refused before its body is read is disconnected as well.
 	conn := n.dial()
 	fmt.Fprintf(conn, "PUT %s/sandboxes/nobody/files?path=f HTTP/1.1\r\nHost: n\r\nContent-Length: 100\r\n\r\n{", v1)
 	if answer, err := io.ReadAll(conn); err != nil || !bytes.Contains(answer, []byte("404 Not Found")) {
@@ -307,8 +308,8 @@ func TestSlowSender(t *testing.T) {
 	}
 }
 
-// TestSlowReader: who does not take what it asked for is let go; the process is
-// not held up by it.
+// TestSlowReader: the connection of a client that does not receive its answer
+// ends; the process is not held up by it.
 func TestSlowReader(t *testing.T) {
 	left := make(chan struct{}, 16)
 	n := newNode(t, func(c *Config) {
@@ -358,7 +359,8 @@ func (panics) Pools(context.Context, sandbox.Namespace, sandbox.Page) ([]sandbox
 	panic("a secret")
 }
 
-// TestPanic: it is told, logged, and the daemon goes on.
+// TestPanic: the client gets an error, the panic is logged, and the daemon goes
+// on.
 func TestPanic(t *testing.T) {
 	var logged managertest.Log
 	n := newNode(t, func(c *Config) {
@@ -374,7 +376,7 @@ func TestPanic(t *testing.T) {
 	}
 }
 
-// FuzzDecode: whatever a body is, decode neither panics nor lets a NUL through.
+// FuzzDecode: for any body, decode neither panics nor lets a NUL through.
 func FuzzDecode(f *testing.F) {
 	for _, s := range []string{`{}`, `{"image":"x","init":["a"]}`, `{"image":"\u0000"}`, `{"x":1}`, "\xff", `{"image":"\\u0000"}`, `[[[[`} {
 		f.Add([]byte(s))
@@ -393,7 +395,7 @@ func FuzzDecode(f *testing.F) {
 	})
 }
 
-// TestOutputIsWhole: whatever the chunks, what is sent is what was written.
+// TestOutputIsWhole: for any chunks, the text sent is the text written.
 func TestOutputIsWhole(t *testing.T) {
 	const text = "a\u00e9\u20ac\U0001F600z"
 	for _, all := range []string{text, text + "\xff\xe2\x82", "\x80\x80\x80\x80" + text} {

@@ -9,8 +9,8 @@ import (
 	"testing"
 )
 
-// TestManual runs the examples of docs/api.md, in order, in one shell each with
-// what the ones before have set.
+// TestManual runs the examples of docs/api.md in order, in one shell each,
+// which has the variables of the earlier ones.
 func TestManual(t *testing.T) {
 	n := newNode(t)
 	text, err := os.ReadFile(filepath.Join("..", "..", "..", "docs", "api.md"))

@@ -13,7 +13,8 @@ import (
 // PutNetworkPolicy implements rest.ServerInterface.
 func (a *api) PutNetworkPolicy(w http.ResponseWriter, r *http.Request, namespace, name string, _ rest.PutNetworkPolicyParams) {
 	a.sandboxVerb(w, r, namespace, name, func(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
-		// A body that is null would be a policy that allows nothing; it is none.
+		// A body that is null would be a policy that allows nothing, so it is
+		// refused.
 		var given *rest.NetworkPolicy
 		if _, err := a.readJSON(w, r, server.MaxBody, &given); err != nil {
 			return sandbox.Sandbox{}, err

@@ -55,7 +55,7 @@ func TestNetworkPolicy(t *testing.T) {
 	if s = as[rest.Sandbox](n.do("DELETE", path+"/network/policy", nil).ok(200)); s.NetworkPolicy != nil || len(s.NetworkBounds) != 1 {
 		t.Errorf("%+v within %+v", s.NetworkPolicy, s.NetworkBounds)
 	}
-	// A template that allows nothing lets nobody ask for something.
+	// With a template that allows nothing, a sandbox cannot ask for access.
 	n.do("PUT", v1+"/templates/python", rest.TemplateSpec{Image: "python"}).ok(200)
 	closed := as[rest.Sandbox](n.do("POST", v1+"/sandboxes", rest.SandboxCreate{Pool: "pool"}).ok(201))
 	n.do("PUT", v1+"/sandboxes/"+closed.Name+"/network/policy", `{"egress":"allow"}`).refused(400, "invalid")

@@ -22,7 +22,7 @@ func object[T any](a *api, w http.ResponseWriter, r *http.Request, namespace, na
 	a.answer(w, r, http.StatusOK, found, err)
 }
 
-// shown is get with what clients see of its object.
+// shown is get, but returns the object as clients see it.
 func shown[T, R any](get func(context.Context, sandbox.Key) (T, error), show func(T) R) func(context.Context, sandbox.Key) (R, error) {
 	return func(ctx context.Context, k sandbox.Key) (R, error) {
 		v, err := get(ctx, k)
@@ -30,7 +30,8 @@ func shown[T, R any](get func(context.Context, sandbox.Key) (T, error), show fun
 	}
 }
 
-// remove serves a route that deletes an object, if that meets a precondition.
+// remove serves a route that deletes an object, if the object meets a
+// precondition.
 func remove(a *api, w http.ResponseWriter, r *http.Request, namespace, name string, del func(context.Context, sandbox.Key, ...sandbox.Precondition) error) {
 	k, err := sandbox.ParseKey(namespace, name)
 	var when sandbox.Precondition
@@ -43,7 +44,7 @@ func remove(a *api, w http.ResponseWriter, r *http.Request, namespace, name stri
 	a.done(w, r, err)
 }
 
-// meant is which object a request is for, beside its name.
+// meant returns the precondition in the query of a request.
 func meant(r *http.Request) (p sandbox.Precondition, err error) {
 	if q := r.URL.Query(); q.Has("id") {
 		p.ID, err = sandbox.ParseID(q.Get("id"))
@@ -91,16 +92,17 @@ func versioned[T any]() bool {
 	return true
 }
 
-// page is what all lists look like that are read in pages. Its items are encoded one by
-// one: their size decides where it ends.
+// page is the form of all lists that are read in pages. Its items are encoded one by
+// one, because their size decides where the page ends.
 type page struct {
 	Items []json.RawMessage `json:"items"`
 	Next  string            `json:"next,omitempty"`
-	// ResourceVersion is that from before the list was read, of objects that are watched.
+	// ResourceVersion is the version before the list was read, for objects that are
+	// watched.
 	ResourceVersion string `json:"resourceVersion,omitempty"`
 }
 
-// showTemplate adds to a template how far it is.
+// showTemplate adds the state of the builds to a template.
 func (a *api) showTemplate(ctx context.Context, t sandbox.Template) (rest.Template, error) {
 	builds, err := a.Service.Builds(ctx, t)
 	if err != nil {
@@ -249,16 +251,17 @@ func (a *api) DeleteFork(w http.ResponseWriter, r *http.Request, namespace, name
 	remove(a, w, r, namespace, name, a.Service.DeleteFork)
 }
 
-// making is what requests have in common that make an object of another one: the object,
-// the key of what is made, the identity of the request, and which object it is for.
+// making has the common parts of requests that make an object from another one: that
+// other object, the key of the new one, the identity of the request, and its
+// precondition.
 type making struct {
 	from, key sandbox.Key
 	once      *sandbox.Once
 	when      sandbox.Precondition
 }
 
-// readMaking reads such a request. name is the field of given with the name of what is
-// made.
+// readMaking reads such a request. name is the field of given with the new object's
+// name.
 func (a *api) readMaking(w http.ResponseWriter, r *http.Request, namespace, from string, given any, name *string) (m making, err error) {
 	if m.from, err = sandbox.ParseKey(namespace, from); err != nil {
 		return m, err
@@ -305,7 +308,7 @@ func (a *api) ForkSandbox(w http.ResponseWriter, r *http.Request, namespace, nam
 	a.answer(w, r, http.StatusCreated, shown, err)
 }
 
-// idempotent is the identity of a request that has an idempotency key.
+// idempotent returns the identity of a request that has an idempotency key.
 func idempotent(r *http.Request, body []byte) (*sandbox.Once, error) {
 	given, ok := r.Header["Idempotency-Key"]
 	if !ok {
@@ -324,7 +327,8 @@ func noteReplay(w http.ResponseWriter, replayed bool) {
 	}
 }
 
-// sandboxVerb serves a route that changes what a sandbox does, if that meets a precondition.
+// sandboxVerb serves a route that changes the state of a sandbox, if the sandbox meets a
+// precondition.
 func (a *api) sandboxVerb(w http.ResponseWriter, r *http.Request, namespace, name string, do func(context.Context, sandbox.Key, ...sandbox.Precondition) (sandbox.Sandbox, error)) {
 	object(a, w, r, namespace, name, func(ctx context.Context, k sandbox.Key) (rest.Sandbox, error) {
 		when, err := meant(r)

@@ -108,7 +108,7 @@ func TestPartOfBuildLog(t *testing.T) {
 	n.do("GET", v1+"/templates/a/log?tail=x", nil).refused(400, "invalid")
 }
 
-// TestDeleteWhileBuilding: a build of what is deleted ends.
+// TestDeleteWhileBuilding: the build of a deleted template ends.
 func TestDeleteWhileBuilding(t *testing.T) {
 	n := newNode(t)
 	n.do("PUT", v1+"/templates/a", rest.TemplateSpec{Image: "x", Init: []string{"make"}}).ok(200)
@@ -137,7 +137,7 @@ func TestPools(t *testing.T) {
 	n.do("DELETE", v1+"/pools/pool", nil).refused(404, "not_found")
 }
 
-// TestSandboxes: a claim, what can be done with it, and its end.
+// TestSandboxes: a claim, the operations on a sandbox, and its end.
 func TestSandboxes(t *testing.T) {
 	n := newNode(t)
 	n.do("POST", v1+"/sandboxes", rest.SandboxCreate{Pool: "pool"}).refused(404, "not_found")

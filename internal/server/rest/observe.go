@@ -9,19 +9,20 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Observer is told of requests, for those who count and measure. Its methods
-// are called from many goroutines at once, and must not wait.
+// Observer observes requests, to count and measure them. Its methods are called
+// from many goroutines at once, and must not wait.
 type Observer interface {
-	// Request is called when a request has come, and what it returns when it has
-	// been answered. The request goes on with the context.
+	// Request is called when a request has come. The function that it returns is
+	// called when the request has been answered. The request goes on with the
+	// context.
 	Request(r *http.Request) (context.Context, func(Answer))
 }
 
-// Answer is what a request was answered with. There are only so many routes,
-// methods and codes, whatever clients send.
+// Answer describes the answer to a request. The numbers of routes, methods and
+// codes are bounded, whatever clients send.
 type Answer struct {
-	// Route is the pattern that was served, such as /v1/version, and empty for
-	// what has none.
+	// Route is the pattern that was served, such as /v1/version. It is empty
+	// for a request without a route.
 	Route  string
 	Method string
 	Status int
@@ -29,7 +30,8 @@ type Answer struct {
 	Bytes  int64
 }
 
-// Observers makes one observer of several; of none, one that does nothing.
+// Observers makes one observer of several. Without any, that observer does
+// nothing.
 func Observers(all ...Observer) Observer { return observers(all) }
 
 type observers []Observer
@@ -47,12 +49,12 @@ func (all observers) Request(r *http.Request) (context.Context, func(Answer)) {
 	}
 }
 
-// knownMethods are those that have a name of their own in what is counted.
+// knownMethods are the methods that are counted by name.
 var knownMethods = []string{
 	http.MethodGet, http.MethodHead, http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete, http.MethodOptions,
 }
 
-// answer is what the recorder saw.
+// answer returns the answer as the recorder saw it.
 func (w *recorder) answer(method string) Answer {
 	if !slices.Contains(knownMethods, method) {
 		method = "other"

@@ -42,8 +42,8 @@ func ownedNode(t *testing.T, token string) (*testNode, sandbox.Sandbox) {
 	return n, s
 }
 
-// TestOwned: keys, those of admins too, use what has an owner, and neither change nor delete it;
-// the error names the owner. Root does.
+// TestOwned: keys, those of admins too, use owned objects, and neither change nor delete them;
+// the error names the owner. Root may do both.
 func TestOwned(t *testing.T) {
 	n, s := ownedNode(t, "ars_given")
 	const owned = v1 + "/sandboxes/owned"
@@ -89,8 +89,8 @@ func TestOwned(t *testing.T) {
 	n.do("DELETE", owned+"?id="+string(s.ID), nil).ok(200) // by root
 }
 
-// TestGivenToken: a token that its caller has made is good for its sandbox alone; the derived one
-// is refused, and when it is replaced, what is being done with it ends.
+// TestGivenToken: a token that its caller has made is good for its sandbox alone, and the
+// derived one is refused. When the token is replaced, the requests made with it end.
 func TestGivenToken(t *testing.T) {
 	n, s := ownedNode(t, "ars_given")
 	n.claim("other")
@@ -164,7 +164,7 @@ func TestIDs(t *testing.T) {
 	n.do("DELETE", v1+"/checkpoints/c?id="+id, nil).refused(409, "conflict")
 	made := as[rest.Checkpoint](n.do("GET", v1+"/checkpoints/c", nil).ok(200))
 	n.do("DELETE", v1+"/checkpoints/c?id="+made.Id, nil).ok(204)
-	n.do("DELETE", v1+"/pools/pool?id="+id, nil).refused(400, "invalid") // pools have none
+	n.do("DELETE", v1+"/pools/pool?id="+id, nil).refused(400, "invalid") // pools have no ids
 }
 
 // TestExpires: an end time over REST.

@@ -91,7 +91,7 @@ func TestPagesOfSandboxesByBytes(t *testing.T) {
 		}
 	}
 	read("/sandboxes?", 5)
-	read("/checkpoints?", count) // what is shown of them is small
+	read("/checkpoints?", count) // as lists show them, they are small
 	for _, name := range want {
 		n.do("DELETE", v1+"/sandboxes/"+name, nil).ok(200)
 	}

@@ -15,30 +15,31 @@ import (
 )
 
 // portsRoute stands for all requests to ports, by path or by host name. No mux
-// routes them: what is behind the port is the program's, byte for byte.
+// routes them: the path after the port is the program's, byte for byte.
 const portsRoute = "* /v1/namespaces/{namespace}/sandboxes/{name}/ports/{port}/{path...}"
 
-// accessHeader is where a token can be, beside the Authorization header. It is
-// for clients that cannot choose the latter.
+// accessHeader may carry a token, as the Authorization header does. It is for
+// clients that cannot choose the latter.
 const accessHeader = "X-Access-Token"
 
-// cookiePrefix is that of the names of cookies that are the daemon's.
+// cookiePrefix begins the names of the daemon's own cookies.
 const cookiePrefix = "agentrun_"
 
-// portTarget is a port that a request is for.
+// portTarget is the port that a request is for.
 type portTarget struct {
 	// namespace and name are as the path has them, id as the host name has it.
 	namespace, name string
 	id              sandbox.ID
 	port            uint16
-	// path is what the program is asked for, as the client wrote it.
+	// path is the path for the program, as the client wrote it.
 	path string
-	// prefix is what the client has in front of that; it is empty for host names.
+	// prefix is the part of the client's path before that; it is empty for host
+	// names.
 	prefix string
 }
 
-// portTarget finds the port that a request is for; nil is none. It looks at
-// nothing but the request.
+// portTarget finds the port that a request is for. It returns nil for a request
+// that is for no port. It looks only at the request.
 func (a *api) portTarget(r *http.Request) (*portTarget, error) {
 	if to, err := a.portOfHost(r); to != nil || err != nil {
 		return to, err
@@ -58,8 +59,8 @@ func rawPath(r *http.Request) string {
 	return raw
 }
 
-// portOfPath takes /v1/namespaces/NAMESPACE/sandboxes/NAME/ports/PORT/… apart.
-// What comes behind the port is not looked at.
+// portOfPath parses /v1/namespaces/NAMESPACE/sandboxes/NAME/ports/PORT/…. It
+// does not look at the path after the port.
 func portOfPath(raw string) (*portTarget, error) {
 	parts := strings.SplitN(raw, "/", 9)
 	if len(parts) < 8 || parts[0] != "" || parts[1] != "v1" || parts[2] != "namespaces" || parts[4] != "sandboxes" || parts[6] != "ports" {
@@ -85,8 +86,8 @@ func parsePort(s string) (uint16, error) {
 	return uint16(n), nil
 }
 
-// portOfHost takes the host name PORT-ID.DOMAIN apart. One that is below the
-// domain and is not of this form is nobody's: it never reaches the API.
+// portOfHost parses the host name PORT-ID.DOMAIN. Other host names below the
+// domain are refused: they never reach the API.
 func (a *api) portOfHost(r *http.Request) (*portTarget, error) {
 	if a.Domain == "" {
 		return nil, nil
@@ -120,7 +121,7 @@ func (a *api) portOfHost(r *http.Request) (*portTarget, error) {
 // domainSyntax is a DNS name in lower case.
 var domainSyntax = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)*$`)
 
-// ParseDomain checks the domain of the host names of ports; empty is none.
+// ParseDomain checks the domain of the host names of ports, which may be empty.
 func ParseDomain(s string) (string, error) {
 	s = strings.ToLower(s)
 	if s != "" && (len(s) > 200 || !domainSyntax.MatchString(s)) {
@@ -129,10 +130,10 @@ func ParseDomain(s string) (string, error) {
 	return s, nil
 }
 
-// portOperation is what all requests to ports are.
+// portOperation is the operation of all requests to ports.
 const portOperation access.Operation = "usePort"
 
-// about is what the request is about, as far as it says so itself.
+// about returns the target of the request, as far as the request names it.
 func (to *portTarget) about() target {
 	t := target{Target: server.Target{Operation: portOperation, Kind: sandbox.KindSandbox, Namespace: to.namespace, Name: to.name}}
 	name := to.name
@@ -143,8 +144,9 @@ func (to *portTarget) about() target {
 	return t
 }
 
-// authorisePort is authorise for a port, whose sandbox may be named by its id. Who
-// may not use it does not learn that it exists, nor what its name is.
+// authorisePort is Authorise for a port, whose sandbox may be named by its id. A
+// principal that may not use the sandbox learns neither that it exists nor its
+// name.
 func (a *api) authorisePort(ctx context.Context, p access.Principal, to *portTarget, about *target) error {
 	if to.id == "" || !p.May(about.Operation.Rule().Need) {
 		return a.Authorise(ctx, p, about.Target)
@@ -172,8 +174,8 @@ func (to *portTarget) key(ctx context.Context, s server.Service) (sandbox.Key, e
 	return found.Key, err
 }
 
-// credentials is the request with its token where all others have it. For
-// requests that are for no port it is the request.
+// credentials returns the request with its token in the Authorization header. A
+// request that is for no port is returned unchanged.
 func (to *portTarget) credentials(r *http.Request) *http.Request {
 	token := r.Header.Get(accessHeader)
 	if to == nil || token == "" || r.Header.Get("Authorization") != "" {
@@ -185,8 +187,8 @@ func (to *portTarget) credentials(r *http.Request) *http.Request {
 	return with
 }
 
-// url is what the program is asked for: the path and the query as the client
-// wrote them.
+// url returns the URL for the program, with the path and the query as the
+// client wrote them.
 func (to *portTarget) url(in *url.URL) (*url.URL, error) {
 	out := &url.URL{Scheme: "http", Host: to.authority(), RawQuery: in.RawQuery, ForceQuery: in.ForceQuery}
 	raw := to.path
@@ -199,7 +201,8 @@ func (to *portTarget) url(in *url.URL) (*url.URL, error) {
 	}
 	out.Path, out.RawPath = path, raw
 	if out.EscapedPath() != raw {
-		// It has characters that URLs have not, and would be sent with escapes.
+		// The path has characters that URLs do not have, and would be sent with
+		// escapes.
 		if strings.HasPrefix(raw, "//") {
 			return nil, sandbox.Errorf(sandbox.CodeInvalid, "the path of the URL is not valid").
 				Because("it begins with // and has characters that URLs do not have").Try("Write them with escapes")
@@ -209,11 +212,11 @@ func (to *portTarget) url(in *url.URL) (*url.URL, error) {
 	return out, nil
 }
 
-// authority is what the program takes itself for.
+// authority is the host and port that the program knows as its own.
 func (to *portTarget) authority() string { return "localhost:" + strconv.Itoa(int(to.port)) }
 
-// withoutDaemonCookies drops the cookies that are the daemon's; the others stay
-// as they are.
+// withoutDaemonCookies drops the daemon's own cookies; the others stay as they
+// are.
 func withoutDaemonCookies(h http.Header) {
 	var kept []string
 	for _, line := range h["Cookie"] {

@@ -11,7 +11,7 @@ import (
 
 // TestPortsOfOthers: neither by path nor by host name does a key of another
 // namespace, or the token of another sandbox, reach a port or learn that the
-// sandbox exists; nor do they get a terminal. Whoever looks only is refused.
+// sandbox exists; nor do they get a terminal. Viewers are refused.
 func TestPortsOfOthers(t *testing.T) {
 	n := newNode(t, withDomain)
 	n.setUp()

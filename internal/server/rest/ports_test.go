@@ -103,8 +103,8 @@ const domain = "sandbox.example"
 
 func withDomain(c *Config) { c.Domain = domain }
 
-// TestPortTargets: what the program is asked for is what the client wrote, byte
-// for byte, by path and by host name, and nothing in it leads anywhere else.
+// TestPortTargets: the program gets the target as the client wrote it, byte for
+// byte, by path and by host name, and no target leads anywhere else.
 func TestPortTargets(t *testing.T) {
 	n := newNode(t, withDomain)
 	n.setUp()
@@ -128,15 +128,15 @@ func TestPortTargets(t *testing.T) {
 			}
 		}
 	}
-	// What no URL has, and net/http cannot send as it is.
+	// Characters that no URL has, and that net/http cannot send unchanged.
 	res := n.raw(fmt.Sprintf("GET %s/ports/%s//a|b HTTP/1.1\nHost: node", at, port))
 	if got := bodyOf(t, res); res.StatusCode != http.StatusBadRequest || !strings.Contains(got, "invalid") {
 		t.Errorf("answered %d %s", res.StatusCode, got)
 	}
 }
 
-// TestPortRefusals: what names no port of a sandbox reaches neither a program
-// nor the API.
+// TestPortRefusals: a request that names no port of a sandbox reaches neither a
+// program nor the API.
 func TestPortRefusals(t *testing.T) {
 	n := newNode(t, withDomain)
 	n.setUp()
@@ -199,8 +199,8 @@ func TestPortRefusals(t *testing.T) {
 	}
 }
 
-// TestPortHeaders: the program gets what is meant for it, and nothing that lets
-// it act as the client.
+// TestPortHeaders: the program gets the headers that are meant for it, and
+// nothing that lets it act as the client.
 func TestPortHeaders(t *testing.T) {
 	n := newNode(t, withDomain)
 	n.setUp()
@@ -279,7 +279,7 @@ X-Mine: yes`)
 			}
 		}
 	}
-	// Over TCP nobody is known by the kernel, and the header is for ports only.
+	// Over TCP the kernel knows no user, and the header is for ports only.
 	front := newFront(t, New(Config{Config: n.Config(), Domain: domain}))
 	for path, want := range map[string]int{at + "/ports/" + port + "/": http.StatusOK, "/v1/version": http.StatusUnauthorized} {
 		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, front+path, nil)
@@ -502,10 +502,10 @@ func TestPortStall(t *testing.T) {
 	if res.StatusCode != http.StatusOK {
 		t.Error(res.StatusCode)
 	}
-	<-gone // though nobody reads the answer
+	<-gone // though the client reads no answer
 }
 
-// TestPortLimit: there are only so many connections, and each that ends makes
+// TestPortLimit: the number of connections is bounded, and each that ends makes
 // room.
 func TestPortLimit(t *testing.T) {
 	n := newNode(t)
@@ -541,8 +541,8 @@ func TestPortLimit(t *testing.T) {
 	}
 }
 
-// FuzzPortTargets: whatever is asked for, the target is what was written, or
-// refused.
+// FuzzPortTargets: the program gets each target as it was written, or the
+// request is refused.
 func FuzzPortTargets(f *testing.F) {
 	f.Add("/v1/namespaces/a/sandboxes/b/ports/80/x", "node")
 	f.Add("http://x/v1/namespaces/a/sandboxes/b/ports/80", "80-"+strings.Repeat("a", 20)+"."+domain)

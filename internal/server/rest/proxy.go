@@ -20,9 +20,9 @@ import (
 // maxAnswerHeader bounds the headers of a program's answer.
 const maxAnswerHeader = 256 << 10
 
-// sandboxPolicy keeps pages of programs out of the daemon's origin, which they
-// have in common with each other when ports are reached by path: whatever runs
-// in them is of no origin. Host names have an origin for each port.
+// sandboxPolicy keeps pages of programs out of the daemon's origin, which all
+// pages share if ports are reached by path. With this policy, the scripts of a
+// page have no origin. Host names have an origin for each port.
 const sandboxPolicy = "sandbox allow-downloads allow-forms allow-modals allow-popups allow-scripts"
 
 // servePort passes a request on to a program in a sandbox, and its answer back.
@@ -55,7 +55,7 @@ func (a *api) servePort(w *recorder, r *http.Request, to *portTarget) {
 	defer body.leave()
 	if r.Body != http.NoBody {
 		r.Body = body
-		// Otherwise net/http drops what is left of the body once the answer begins.
+		// Otherwise net/http drops the rest of the body once the answer begins.
 		_ = http.NewResponseController(w).EnableFullDuplex() // of HTTP/1; HTTP/2 always is
 	}
 	conns := &portConns{use: u, port: to.port}
@@ -63,11 +63,11 @@ func (a *api) servePort(w *recorder, r *http.Request, to *portTarget) {
 	proxy := &httputil.ReverseProxy{
 		Rewrite:       func(p *httputil.ProxyRequest) { to.rewrite(p, target, w.Header().Get("X-Request-Id")) },
 		Transport:     conns.transport(),
-		FlushInterval: -1, // whoever streams means it
+		FlushInterval: -1, // a program that streams wants each part sent at once
 		ErrorLog:      slog.NewLogLogger(a.Log.Handler(), slog.LevelDebug),
 		ModifyResponse: func(res *http.Response) error {
 			if res.StatusCode == http.StatusSwitchingProtocols {
-				w.status = res.StatusCode // it is written past the recorder
+				w.status = res.StatusCode // the proxy writes it past the recorder
 			}
 			if to.prefix != "" {
 				res.Header.Add("Content-Security-Policy", sandboxPolicy)
@@ -82,9 +82,10 @@ func (a *api) servePort(w *recorder, r *http.Request, to *portTarget) {
 	proxy.ServeHTTP(&stallWriter{ResponseWriter: w, patience: a.StallTimeout}, r)
 }
 
-// addSlash sends a client on to where links that are relative work.
+// addSlash redirects a client to the path with a slash, where relative links
+// work.
 func addSlash(w http.ResponseWriter, r *http.Request, to *portTarget) {
-	location := path.Base(to.prefix) + "/" // relative: others may be in front of us
+	location := path.Base(to.prefix) + "/" // relative: other proxies may be in front of us
 	if r.URL.RawQuery != "" {
 		location += "?" + r.URL.RawQuery
 	}
@@ -92,13 +93,13 @@ func addSlash(w http.ResponseWriter, r *http.Request, to *portTarget) {
 	w.WriteHeader(http.StatusPermanentRedirect)
 }
 
-// rewrite makes the request to the program of the client's. net/http has taken
-// away what concerns only one connection.
+// rewrite makes the request to the program from the client's. net/http has
+// removed the headers that concern only one connection.
 func (to *portTarget) rewrite(p *httputil.ProxyRequest, target *url.URL, requestID string) {
 	p.Out.URL = target
 	p.Out.Host = to.authority()
 	if to.prefix == "" {
-		// Pages compare their origin with it.
+		// Pages compare their origin with Host.
 		p.Out.Host = p.In.Host
 	}
 	p.SetXForwarded()
@@ -125,8 +126,8 @@ func (to *portTarget) explain(err error, name sandbox.Name) error {
 }
 
 // portConns are the connections that one request needs: one, and another if a
-// program closes the first. They end with it, for one that waits for the next
-// request would keep the sandbox in use.
+// program closes the first. They end with the request, because a connection
+// that waits for the next request would keep the sandbox in use.
 type portConns struct {
 	use  sandbox.Session
 	port uint16
@@ -165,12 +166,12 @@ func (p *portConns) close() {
 	defer p.mu.Unlock()
 	p.over = true
 	for _, c := range p.open {
-		_ = c.Close() // likewise
+		_ = c.Close() // never fails
 	}
 }
 
-// portConn is a connection to a port as net/http wants it. It has no deadlines;
-// net/http closes what is to end.
+// portConn is a connection to a port in the form that net/http wants. It has no
+// deadlines; net/http closes connections that must end.
 type portConn struct{ sandbox.Conn }
 
 func (portConn) LocalAddr() net.Addr              { return portAddr{} }
@@ -184,8 +185,8 @@ type portAddr struct{}
 func (portAddr) Network() string { return "sandbox" }
 func (portAddr) String() string  { return "sandbox" }
 
-// stallWriter is an answer whose client may take only so long to take a part
-// of it. That nothing comes for long is no fault of the client's.
+// stallWriter is an answer whose client must receive each part within a time
+// limit. A program that sends nothing for long is no fault of the client's.
 type stallWriter struct {
 	http.ResponseWriter
 	patience time.Duration
@@ -209,8 +210,8 @@ func (w *stallWriter) extend() {
 // Unwrap is for http.ResponseController.
 func (w *stallWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
-// proxyBody is what a client sends to a program, as long as it goes on. Who
-// reads it may outlive the request.
+// proxyBody is the body that a client sends to a program; the client may not
+// stall. The reader of the body may outlive the request.
 type proxyBody struct {
 	api  *api
 	w    http.ResponseWriter

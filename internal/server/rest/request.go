@@ -58,7 +58,7 @@ func bodyError(err error, limit int64) error {
 	return sandbox.Errorf(sandbox.CodeInvalid, "the body could not be read").Because("%v", err)
 }
 
-// decode is the part of readJSON that meets the bytes.
+// decode is the part of readJSON that parses the bytes.
 func decode(body []byte, into any) error {
 	if !utf8.Valid(body) {
 		return sandbox.Errorf(sandbox.CodeInvalid, "the body is not valid UTF-8")
@@ -104,7 +104,7 @@ func hasNUL(body []byte) bool {
 
 var idSyntax = regexp.MustCompile(`^[A-Za-z0-9_.-]{1,128}$`)
 
-// checkID checks an id that a client names; those of agents are such ids.
+// checkID checks an id from a client. The ids of agents have this form.
 func checkID(field, id string) error {
 	if !idSyntax.MatchString(id) {
 		return sandbox.Invalid(field, "%q is not 1 to 128 letters, digits, dots, dashes and underscores", server.Trimmed(id))

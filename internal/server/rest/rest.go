@@ -1,6 +1,6 @@
-// Package rest serves the REST API of a node: api/openapi.yaml over whatever
-// implements server.Service, the ports of sandboxes, and their terminals. Everything
-// a client sends is hostile until it is parsed.
+// Package rest serves the REST API of a node: api/openapi.yaml over any
+// server.Service, the ports of sandboxes, and their terminals. All input of clients
+// is hostile until it is parsed.
 package rest
 
 import (
@@ -20,20 +20,20 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// Config is what a server works with.
+// Config is the configuration of a server.
 type Config struct {
 	server.Config
-	// Observer is told of every request; nil is nobody.
+	// Observer observes every request; it may be nil.
 	Observer Observer
-	// Domain is that of the host names by which ports of sandboxes are reached,
-	// PORT-ID.DOMAIN; empty has none.
+	// Domain is the domain of the host names by which ports of sandboxes are
+	// reached, PORT-ID.DOMAIN. If it is empty, ports have no host names.
 	Domain string
-	// Terminals are the tokens of terminals, shared by all servers of a daemon;
-	// nil makes a store of the server's own. Pages of AllowOrigins may use them,
-	// beside those of the server itself.
+	// Terminals has the tokens of terminals, shared by all servers of a daemon.
+	// With nil the server makes a store of its own. Pages of AllowOrigins may
+	// use the tokens, beside those of the server itself.
 	Terminals    *Terminals
 	AllowOrigins []string
-	// Metrics answers /metrics; nil has none.
+	// Metrics answers /metrics; with nil the server has no metrics.
 	Metrics http.Handler
 }
 
@@ -78,7 +78,7 @@ func HTTP(h http.Handler, log *slog.Logger) *http.Server {
 	}
 }
 
-// contextKey keys what a request carries.
+// contextKey is a key of values in a request's context.
 type contextKey int
 
 const (
@@ -89,8 +89,8 @@ const (
 
 var requestID = regexp.MustCompile(`^[A-Za-z0-9_-]{1,64}$`)
 
-// serve is around every request: id, logs, panics, who it is, what it may, where
-// it goes.
+// serve wraps every request: it gives it an id, writes the logs, recovers from
+// panics, finds the principal, authorises the request and routes it.
 func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) {
 	id := r.Header.Get("X-Request-Id")
 	if !requestID.MatchString(id) {
@@ -121,7 +121,8 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 		default:
 			a.fail(rec, r, sandbox.Errorf(sandbox.CodeInternal, "the daemon has a defect").Try("Report it with the request id %s", id))
 		}
-		// Neither the query nor a header: paths and tokens are the client's matter.
+		// The query and the headers are left out: their paths and tokens are the
+		// client's matter.
 		a.Log.Info("request", "request", id, "principal", audited.event.Principal, "method", r.Method, "path", r.URL.Path,
 			"status", rec.status, "bytes", rec.bytes, "duration", time.Since(start))
 		a.end(audited, rec.status)
@@ -133,7 +134,7 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 	who, ctx, authErr := a.authenticateRoute(r, pattern, to)
 	audited.event.Principal, audited.event.Essential = who.Name, who.May(access.Administer)
 	if authErr != nil {
-		err = authErr // who is nobody does not learn what else is wrong
+		err = authErr // an unknown client does not learn what else is wrong
 	}
 	if err != nil {
 		audited.denied = true
@@ -171,7 +172,8 @@ func (a *api) serve(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) 
 // statusCutOff is logged for a response that could not be completed.
 const statusCutOff = 599
 
-// checkURL refuses what has no route, and what only has one in another form.
+// checkURL refuses a URL that has no route, or that has a route only in another
+// form.
 func checkURL(mux *http.ServeMux, pattern string, r *http.Request) (route string, err error) {
 	// Names and ids need no escapes, so nothing can hide in one.
 	if r.URL.Path != r.URL.EscapedPath() || path.Clean(r.URL.Path) != r.URL.Path {
@@ -191,7 +193,7 @@ func checkURL(mux *http.ServeMux, pattern string, r *http.Request) (route string
 	return pattern, checkQuery(pattern, r.URL.RawQuery)
 }
 
-// recorder remembers what was answered.
+// recorder remembers the answer to a request.
 type recorder struct {
 	http.ResponseWriter
 	status int

@@ -8,8 +8,8 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// routes are the operations of all routes. A route that is missing is served to
-// nobody.
+// routes has the operation of each route. Requests for routes that are missing
+// are refused.
 var routes = map[string]access.Operation{
 	"GET /v1/version": "getVersion",
 	"GET /metrics":    "getMetrics",
@@ -115,19 +115,19 @@ var routes = map[string]access.Operation{
 	"DELETE /v1/keys/{id}": "revokeKey",
 }
 
-// target is what a request is about, as its path says; nothing of it is checked.
+// target is the target of a request, as its path names it. No part is checked.
 type target struct {
 	server.Target
 	object string // for the audit log
 }
 
-// kinds are those of objects, as paths have them.
+// kinds has the kinds of objects by their names in paths.
 var kinds = map[string]sandbox.Kind{
 	"templates": sandbox.KindTemplate, "pools": sandbox.KindPool, "sandboxes": sandbox.KindSandbox,
 	"forks": sandbox.KindFork, "checkpoints": sandbox.KindCheckpoint, "secrets": sandbox.KindSecret,
 }
 
-// findTarget takes a path apart by the pattern that it was routed by.
+// findTarget parses a path by the pattern that it was routed by.
 func findTarget(pattern, path string) target {
 	t := target{Target: server.Target{Operation: routes[pattern]}}
 	_, route, _ := strings.Cut(pattern, " ")

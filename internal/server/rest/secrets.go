@@ -54,8 +54,8 @@ func (a *api) writeSecret(w http.ResponseWriter, r *http.Request, namespace, nam
 	})
 }
 
-// hideBody leaves out of an error what is wrong with the text of a body: a part
-// of a value may be quoted there.
+// hideBody removes from an error the reason why the text of a body is invalid:
+// the reason may quote a part of a value.
 func hideBody(err error, want string) error {
 	if !sandbox.HasCode(err, sandbox.CodeInvalid) {
 		return err

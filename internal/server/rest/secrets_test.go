@@ -18,7 +18,7 @@ func (n *testNode) pool() {
 	n.Eventually(func() bool { return as[rest.Pool](n.do("GET", v1+"/pools/p", nil).ok(200)).Phase == rest.PhaseReady })
 }
 
-// TestSecretRoutes: what is written is never read.
+// TestSecretRoutes: written values are never read.
 func TestSecretRoutes(t *testing.T) {
 	const canary = "sk-live-canary"
 	n := newNode(t)
@@ -62,8 +62,8 @@ func TestSecretRoutes(t *testing.T) {
 	n.do("DELETE", v1+"/secrets/s", nil).refused(404, "not_found")
 }
 
-// TestHolderForks: who claimed with secrets forks, others are refused, and both
-// can see why.
+// TestHolderForks: the principal that claimed with secrets forks, others are
+// refused, and both can see why.
 func TestHolderForks(t *testing.T) {
 	n := newNode(t)
 	n.pool()
@@ -98,7 +98,7 @@ func TestQuotaRoutes(t *testing.T) {
 	n.do("PUT", v1+"/quota", rest.QuotaSpec{Sandboxes: 1, Memory: 1 << 30}).ok(200)
 	n.do("POST", v1+"/sandboxes", rest.SandboxCreate{Name: "a", Pool: "p"}).ok(201)
 	n.do("POST", v1+"/sandboxes", rest.SandboxCreate{Name: "b", Pool: "p"}).refused(503, "insufficient_capacity")
-	// Storage is that of the pool's build.
+	// The storage is that of the pool's build.
 	if q := as[rest.Quota](n.do("GET", v1+"/quota", nil).ok(200)); q.Used.Sandboxes != 1 || q.Used.Memory != 64<<20 || q.Used.Storage == 0 || q.Spec.Sandboxes != 1 {
 		t.Errorf("%+v", q)
 	}

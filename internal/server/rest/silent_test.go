@@ -32,9 +32,9 @@ func (p pipes) Accept() (net.Conn, error) {
 func (p pipes) Close() error   { return nil }
 func (p pipes) Addr() net.Addr { return &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)} }
 
-// TestSilentClients: who connects and says nothing, or begins and does not end, is
-// let go in bounded time: before TLS, in its handshake, in the headers, and between
-// requests.
+// TestSilentClients: the connection of a client that sends nothing, or begins and
+// does not end, is ended in bounded time: before TLS, in its handshake, in the
+// headers, and between requests.
 func TestSilentClients(t *testing.T) {
 	authority, err := access.OpenAuthority(filepath.Join(t.TempDir(), "tls"))
 	if err != nil {

@@ -14,7 +14,8 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// maxMessage is the size of what a client sends over a WebSocket at a time.
+// maxMessage is the size of the largest message that a client may send over a
+// WebSocket.
 const maxMessage = 1 << 20
 
 // ConnectExec implements rest.ServerInterface.
@@ -26,8 +27,8 @@ func (a *api) ConnectExec(w http.ResponseWriter, r *http.Request, namespace, nam
 	}
 	defer u.Close()
 	defer s.Close()
-	// It answers a request that is none, or that comes from the page of another
-	// site.
+	// Accept itself rejects requests that are not WebSocket handshakes, and
+	// those from pages of other sites.
 	conn, err := websocket.Accept(w, r, nil)
 	if err != nil {
 		return
@@ -38,12 +39,12 @@ func (a *api) ConnectExec(w http.ResponseWriter, r *http.Request, namespace, nam
 	defer cancel()
 	go func() {
 		defer cancel()
-		defer s.Close() // whoever has left takes no more events
+		defer s.Close() // a client that has left takes no more events
 		a.takeInput(ctx, conn, u.Agent(), id)
 	}()
 	copyExec(s, func(event rest.ExecEvent) error {
-		// Whoever may not be here any more learns nothing, not even why it ends. This is the
-		// context that ends first of all that are made of it.
+		// A principal that has lost its rights learns nothing more, not even why the stream
+		// ends. Of all contexts made from it, this one ends first.
 		if err := r.Context().Err(); err != nil {
 			return err
 		}
@@ -62,8 +63,8 @@ func (a *api) sendMessage(ctx context.Context, conn *websocket.Conn, event rest.
 	return conn.Write(ctx, websocket.MessageText, data)
 }
 
-// takeInput does what a client sends until it leaves. What goes wrong with one
-// message is told in an event, and does not end the rest.
+// takeInput handles a client's messages until the client leaves. An error in a
+// message is reported in an event, and does not end the rest.
 func (a *api) takeInput(ctx context.Context, conn *websocket.Conn, agent *guestrpc.Client, id string) {
 	for {
 		kind, data, err := conn.Read(ctx)

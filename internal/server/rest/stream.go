@@ -22,8 +22,8 @@ const (
 	formSSE    = "text/event-stream"
 )
 
-// accepted chooses the form of an answer: the first of the client's that is
-// offered. A client without a wish gets the first offer.
+// accepted chooses the form of an answer: the first form of the client's list
+// that is offered. A client without a list gets the first offer.
 func accepted(r *http.Request, offers ...string) (string, error) {
 	wishes := strings.Join(r.Header["Accept"], ",")
 	if strings.TrimSpace(wishes) == "" {
@@ -44,7 +44,7 @@ func accepted(r *http.Request, offers ...string) (string, error) {
 		Try("Accept one of %s", strings.Join(offers, ", "))
 }
 
-// flowing is a response that goes to the client as it comes.
+// flowing is a response that goes to the client in parts, as they are written.
 type flowing struct {
 	api  *api
 	w    http.ResponseWriter
@@ -60,7 +60,7 @@ func (f *flowing) begin() {
 	h.Set("Content-Type", f.kind)
 	h.Set("X-Content-Type-Options", "nosniff")
 	h.Set("Cache-Control", "no-store")
-	h.Set("X-Accel-Buffering", "no") // a proxy is not to wait for more
+	h.Set("X-Accel-Buffering", "no") // a proxy must not wait for more
 	f.w.WriteHeader(http.StatusOK)
 }
 
@@ -83,7 +83,8 @@ func (a *api) newEvents(w http.ResponseWriter, form string) *events {
 // send sends one event; kind is its type.
 func (e *events) send(kind string, event any) error { return e.sendAs("", kind, event) }
 
-// sendAs is send of an event with an id, from which browsers go on. Empty is none.
+// sendAs is send for an event with an id, after which browsers can go on. The id
+// may be empty.
 func (e *events) sendAs(id, kind string, event any) error {
 	line, err := json.Marshal(event)
 	if err != nil {
@@ -102,7 +103,7 @@ func (e *events) sendAs(id, kind string, event any) error {
 	return err
 }
 
-// encoded is output as JSON can hold it.
+// encoded returns output in a form that JSON can hold.
 func encoded(b []byte) (string, rest.Encoding) {
 	if utf8.Valid(b) {
 		return string(b), rest.EncodingUtf8
@@ -110,7 +111,7 @@ func encoded(b []byte) (string, rest.Encoding) {
 	return base64.StdEncoding.EncodeToString(b), rest.EncodingBase64
 }
 
-// decoded is the reverse; no encoding is text.
+// decoded is the reverse; an empty encoding means text.
 func decoded(field, data string, encoding rest.Encoding) ([]byte, error) {
 	switch encoding {
 	case "", rest.EncodingUtf8:
@@ -125,7 +126,8 @@ func decoded(field, data string, encoding rest.Encoding) ([]byte, error) {
 	return nil, sandbox.Invalid(field, "the encoding %q is neither utf-8 nor base64", server.Trimmed(string(encoding)))
 }
 
-// output sends an output in events, and does not cut characters in two.
+// output sends the output of a program in events, and does not cut characters
+// in two.
 type output struct {
 	offset int64 // of the first byte of held
 	held   []byte
@@ -142,7 +144,7 @@ func (o *output) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// flush sends what is held back at the end.
+// flush sends the bytes that are held back at the end.
 func (o *output) flush() error {
 	held := o.held
 	o.held = nil
@@ -172,7 +174,7 @@ func unfinished(b []byte) int {
 	return 0
 }
 
-// capped keeps the beginning of an output, and takes all of it.
+// capped keeps the beginning of an output, and drops the rest.
 type capped struct {
 	limit int
 	kept  []byte
@@ -186,7 +188,7 @@ func (c *capped) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// Bounds of what a buffered answer holds of each output.
+// Bounds of each output in a buffered answer.
 const (
 	defaultOutput = 1 << 20
 	maxOutput     = 64 << 20

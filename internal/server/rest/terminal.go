@@ -15,13 +15,14 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// terminalRoute is what a token opens.
+// terminalRoute is the route that a token opens.
 const terminalRoute = "GET /v1/namespaces/{namespace}/sandboxes/{name}/terminal"
 
-// loginShell is what runs in a terminal where nothing else is asked for.
+// loginShell is the program in a terminal whose request names no other.
 const loginShell = "command -v bash >/dev/null && exec bash -l; exec sh -l"
 
-// hangUpGrace is what a program gets to end itself when its terminal is gone.
+// hangUpGrace is how long a program may take to end itself when its terminal is
+// gone.
 const hangUpGrace = 2 * time.Second
 
 // CreateTerminal implements rest.ServerInterface.
@@ -74,8 +75,8 @@ func parseTerminal(g rest.TerminalRequest) (req guestrpc.ExecRequest, err error)
 	return req, err
 }
 
-// ConnectTerminal implements rest.ServerInterface. The token was redeemed by
-// authenticate: it says who asks.
+// ConnectTerminal implements rest.ServerInterface. authenticateRoute has
+// redeemed the token, which names the principal.
 func (a *api) ConnectTerminal(w http.ResponseWriter, r *http.Request, namespace, name string, _ rest.ConnectTerminalParams) {
 	t, ok := r.Context().Value(ticketKey).(ticket)
 	if !ok || string(t.key.Namespace) != namespace || string(t.key.Name) != name {
@@ -88,7 +89,7 @@ func (a *api) ConnectTerminal(w http.ResponseWriter, r *http.Request, namespace,
 		return
 	}
 	defer u.Close()
-	if u.Record().ID != t.id { // the name has gone to another one
+	if u.Record().ID != t.id { // another sandbox has got the name
 		a.fail(w, r, errNoTicket())
 		return
 	}
@@ -101,7 +102,7 @@ func (a *api) ConnectTerminal(w http.ResponseWriter, r *http.Request, namespace,
 	}
 	defer s.Close()
 	defer hangUp(ctx, u.Agent(), s)
-	// The origin was looked at when the token was.
+	// authenticateRoute has checked the origin, before it redeemed the token.
 	conn, err := websocket.Accept(w, r, &websocket.AcceptOptions{InsecureSkipVerify: true})
 	if err != nil {
 		return
@@ -111,14 +112,13 @@ func (a *api) ConnectTerminal(w http.ResponseWriter, r *http.Request, namespace,
 	a.runTerminal(ctx, conn, s)
 }
 
-// runTerminal connects a program with who sits in front of it, until either
-// leaves.
+// runTerminal connects a program with its user, until either leaves.
 func (a *api) runTerminal(ctx context.Context, conn *websocket.Conn, s *guestrpc.AttachedExec) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	go func() {
 		defer cancel()
-		defer s.Close() // whoever has left takes no more output
+		defer s.Close() // a client that has left takes no more output
 		a.takeTyping(ctx, conn, s)
 	}()
 	screen := writerFunc(func(p []byte) (int, error) {
@@ -137,7 +137,7 @@ func (a *api) runTerminal(ctx context.Context, conn *websocket.Conn, s *guestrpc
 	}
 }
 
-// writerFunc is a function that is written to.
+// writerFunc is a function as an io.Writer.
 type writerFunc func(p []byte) (int, error)
 
 func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
@@ -152,8 +152,8 @@ func (a *api) sendTerminal(ctx context.Context, conn *websocket.Conn, event rest
 	return conn.Write(ctx, websocket.MessageText, data)
 }
 
-// takeTyping does what a client sends until it leaves. What is wrong with a
-// message is told, and does not end the rest.
+// takeTyping handles a client's messages until the client leaves. An error in a
+// message is shown to the client, and does not end the rest.
 func (a *api) takeTyping(ctx context.Context, conn *websocket.Conn, s *guestrpc.AttachedExec) {
 	in := s.Stdin()
 	for {
@@ -162,7 +162,7 @@ func (a *api) takeTyping(ctx context.Context, conn *websocket.Conn, s *guestrpc.
 			return
 		}
 		if kind == websocket.MessageBinary {
-			_, _ = in.Write(data) // a program that has ended takes nothing, and its end is told
+			_, _ = in.Write(data) // a program that has ended takes no input, and its end is reported
 			continue
 		}
 		if err := resizeTerminal(ctx, s, data); err != nil {
@@ -188,13 +188,14 @@ func resizeTerminal(ctx context.Context, s *guestrpc.AttachedExec, data []byte) 
 	return s.Resize(ctx, uint16(in.Rows), uint16(in.Cols))
 }
 
-// hangUp ends what runs in a terminal that is gone, and forgets it: nobody can
-// come back to it. There is nobody to tell what goes wrong, either.
+// hangUp ends the programs in a terminal that is gone, and forgets the exec: no
+// client can come back to it. Errors are ignored, because no client is left
+// that could be told.
 func hangUp(ctx context.Context, agent *guestrpc.Client, s *guestrpc.AttachedExec) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*hangUpGrace)
 	defer cancel()
 	for _, n := range []unix.Signal{unix.SIGHUP, unix.SIGKILL} {
-		// It fails if all of the session has ended.
+		// It fails if all programs of the session have ended.
 		_ = agent.Signal(ctx, guestrpc.SignalRequest{ID: s.ID(), Signal: int32(n), Scope: guestrpc.ScopeSession})
 		if waitExec(ctx, agent, s.ID()) == nil {
 			break
@@ -203,7 +204,7 @@ func hangUp(ctx context.Context, agent *guestrpc.Client, s *guestrpc.AttachedExe
 	_ = agent.ReleaseExec(ctx, s.ID())
 }
 
-// waitExec waits for the end of a program, for as long as it may take to end.
+// waitExec waits for the end of a program, for at most hangUpGrace.
 func waitExec(ctx context.Context, agent *guestrpc.Client, id string) error {
 	ctx, cancel := context.WithTimeout(ctx, hangUpGrace)
 	defer cancel()

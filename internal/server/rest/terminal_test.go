@@ -68,7 +68,7 @@ func (s *screen) say(v any) {
 	}
 }
 
-// until reads what is shown until it has a text, or until an event.
+// until reads the screen until it has a text, or until an event.
 func (s *screen) until(text string) (event rest.TerminalEvent) {
 	s.t.Helper()
 	for text == "" || !strings.Contains(s.seen, text) {
@@ -87,8 +87,8 @@ func (s *screen) until(text string) (event rest.TerminalEvent) {
 	return event
 }
 
-// TestTerminal: what is typed is run, what it shows is seen, its size follows,
-// and its end is told.
+// TestTerminal: typed input is run, its output is shown, its size follows, and
+// its end is reported.
 func TestTerminal(t *testing.T) {
 	n := newNode(t)
 	n.setUp()
@@ -120,7 +120,7 @@ func TestTerminal(t *testing.T) {
 	})
 }
 
-// TestTerminalShell: a terminal that is asked for nothing is a shell.
+// TestTerminalShell: a terminal without a command is a shell.
 func TestTerminalShell(t *testing.T) {
 	n := newNode(t)
 	n.setUp()
@@ -133,8 +133,8 @@ func TestTerminalShell(t *testing.T) {
 	}
 }
 
-// TestTerminalHangUp: whoever leaves takes the programs along, those that do not
-// want to go included.
+// TestTerminalHangUp: when a client leaves, its programs end, even those that
+// resist.
 func TestTerminalHangUp(t *testing.T) {
 	n := newNode(t)
 	n.setUp()
@@ -200,7 +200,7 @@ func TestTerminalTokens(t *testing.T) {
 	n.claim("box")
 	refused("of a sandbox that has ended", at+"/terminal", moved.Token, "", 401)
 
-	for i := range maxTickets { // of as many namespaces: none has more than another
+	for i := range maxTickets { // as many namespaces, each with the same number
 		k := sandbox.Key{Namespace: sandbox.Namespace(fmt.Sprint("n", i)), Name: "box"}
 		if _, _, err := store.issue(ticket{who: access.Principal{Name: fmt.Sprint("key:", i)}, key: k}); err != nil {
 			t.Fatal(err)
@@ -212,7 +212,7 @@ func TestTerminalTokens(t *testing.T) {
 }
 
 // TestTerminalShare: one principal takes no tokens from another, by their number or by
-// what they hold.
+// their size.
 func TestTerminalShare(t *testing.T) {
 	for name, one := range map[string]struct {
 		req guestrpc.ExecRequest
@@ -306,7 +306,7 @@ func TestTerminalShareOfNamespaces(t *testing.T) {
 }
 
 // TestTerminalShareInNamespace: sandboxes that take all tokens of their namespace do not keep
-// out a key of it, which has none yet.
+// out a key of the namespace that has no token yet.
 func TestTerminalShareInNamespace(t *testing.T) {
 	store := NewTerminals()
 	box := func(n int) ticket {
@@ -339,7 +339,7 @@ func TestTerminalShareInNamespace(t *testing.T) {
 	}
 }
 
-// TestTerminalRace: of many who have the same token one gets the terminal.
+// TestTerminalRace: of many clients with the same token one gets the terminal.
 func TestTerminalRace(t *testing.T) {
 	store := NewTerminals()
 	token, _, err := store.issue(ticket{})
@@ -372,7 +372,7 @@ func TestTerminalAuthentication(t *testing.T) {
 	n.setUp()
 	at := n.claim("box")
 	ticket := n.ticketFor(at, rest.TerminalRequest{Argv: []string{"/bin/echo", "hello"}})
-	// Over TCP nobody is known by the kernel.
+	// Over TCP the kernel knows no user.
 	stranger := New(Config{Config: n.Config(), Terminals: store})
 	front := newFront(t, stranger)
 	conn, _, err := websocket.Dial(t.Context(), front+ticket.Path+query("token", ticket.Token), nil)
@@ -392,8 +392,8 @@ func TestTerminalAuthentication(t *testing.T) {
 	}
 }
 
-// TestTunnel: a connection goes both ways, each side ends for itself, and what
-// is no part of it is refused.
+// TestTunnel: a connection goes both ways, each side ends for itself, and
+// messages that do not belong to it are refused.
 func TestTunnel(t *testing.T) {
 	n := newNode(t)
 	n.setUp()
@@ -450,7 +450,7 @@ func TestTunnel(t *testing.T) {
 		}
 		cancel()
 	}
-	// Who leaves is noticed inside, having said the end or not.
+	// The program notices when a client leaves, with or without an end.
 	for _, first := range []string{"", `{"type":"end"}`} {
 		conn := dial()
 		inside, err := l.Accept()

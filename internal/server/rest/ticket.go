@@ -22,31 +22,31 @@ import (
 // just got one opens its terminal at once.
 const ticketLife = 30 * time.Second
 
-// Bounds of the tokens that nobody has redeemed yet: of all, of those for sandboxes of one
-// namespace, and of one principal. Each sandbox's token is a principal of its own, so the
-// namespace is what bounds a tenant with many sandboxes.
+// Bounds of the tokens that are not redeemed yet: of all, of those for sandboxes of one
+// namespace, and of those of one principal. Each sandbox's token is a principal of its
+// own, so only the bound of the namespace limits a tenant with many sandboxes.
 const (
 	maxTickets          = 1024
 	maxNamespaceTickets = 256
 	maxOwnTickets       = 128
 
-	// ticketCost is how many bytes a ticket counts at least. The bounds hold for the sums of
-	// what tickets count: one with a large environment is as much as several.
+	// ticketCost is the least cost of a ticket, in bytes. The bounds hold for the sums of
+	// costs: one ticket with a large environment costs as much as several.
 	ticketCost = 16 << 10
 )
 
-// ticket is what a token of a terminal stands for.
+// ticket is the terminal that a token opens.
 type ticket struct {
 	digest  [sha256.Size]byte // of the token
 	who     access.Principal
 	key     sandbox.Key
-	id      sandbox.ID // names can go to others
+	id      sandbox.ID // other sandboxes can get the name
 	req     guestrpc.ExecRequest
 	expires time.Time
 	cost    int64 // see ticketCost
 }
 
-// costOf is about how many bytes a ticket with a command takes in memory.
+// costOf estimates how many bytes a ticket with a command takes in memory.
 func costOf(req guestrpc.ExecRequest) (n int64) {
 	const header = int64(unsafe.Sizeof(""))
 	for _, text := range slices.Concat(req.Argv, req.Env, []string{req.Workdir, req.User}) {
@@ -59,8 +59,8 @@ func (t ticket) principal() string { return t.who.Name }
 func (t ticket) namespace() string { return string(t.key.Namespace) }
 
 // Terminals keeps the tokens of terminals until they are redeemed. The servers
-// of one daemon share it: who gives a token away need not be reached the same
-// way as who takes it.
+// of one daemon share it, so a token need not be redeemed over the server that
+// made it.
 type Terminals struct {
 	now func() time.Time
 
@@ -89,10 +89,11 @@ func (ts *Terminals) issue(t ticket) (token string, expires time.Time, err error
 	return token, t.expires.UTC(), nil
 }
 
-// makeRoom is what is left of some tickets beside a new one, or refuses that. A new one takes
-// the place of the oldest of the principal with the most in its namespace, and then of the
-// namespace with the most, as long as these have more than it has itself: whoever has many
-// takes no tokens from those who have few.
+// makeRoom returns the tickets that stay beside a new one, or refuses the new one. A new
+// ticket displaces the oldest ones of the principal with the greatest cost in its namespace,
+// and then those of the namespace with the greatest cost. It does so only while these cost
+// more than its own principal or namespace would: a holder of many tokens takes none from
+// holders of few.
 func makeRoom(all []ticket, t ticket) ([]ticket, error) {
 	own := t.cost
 	for _, old := range all {
@@ -115,8 +116,8 @@ func makeRoom(all []ticket, t ticket) ([]ticket, error) {
 	return all, nil
 }
 
-// displace leaves out tickets, of those that are within a bound, until there is room for t. It
-// fails where no group has more than that of t would have. It does not change what all points to.
+// displace drops tickets, of those that are within a bound, until there is room for t. It fails
+// if no group costs more than that of t would. It does not change the array of all.
 func displace(all []ticket, t ticket, within func(ticket) bool, group func(ticket) string, most int64) (_ []ticket, ok bool) {
 	for copied := false; ; {
 		costs, total := map[string]int64{}, t.cost
@@ -152,8 +153,8 @@ func tooManyTickets(of, one string, most int) error {
 		Try("Use them, or try again in %v", ticketLife)
 }
 
-// redeem uses a token up. It is looked for by its digest, which tells nothing
-// about those that are close to it.
+// redeem uses a token up. It finds the token by its digest, so the search
+// reveals nothing about similar tokens.
 func (ts *Terminals) redeem(token string) (ticket, error) {
 	digest := sha256.Sum256([]byte(token))
 	ts.mu.Lock()
@@ -164,7 +165,8 @@ func (ts *Terminals) redeem(token string) (ticket, error) {
 	}
 	t := ts.tickets[i]
 	ts.tickets = slices.Delete(ts.tickets, i, i+1)
-	// It is no better than the key, or the token of a sandbox, that it was asked for with.
+	// The ticket is no better than the key, or the token of a sandbox, that it was
+	// requested with.
 	over := t.who.Until != nil && t.who.Until.Err() != nil
 	if over || !ts.now().Before(t.expires) {
 		return ticket{}, errNoTicket()
@@ -177,8 +179,9 @@ func errNoTicket() error {
 		Because("it was used, has expired, has given way to those of others or is for another sandbox").Try("POST to the terminal for a new one")
 }
 
-// authenticateRoute says who makes a request to a route: who asked for the terminal
-// that a token opens, or else whom authenticate finds.
+// authenticateRoute finds the principal of a request to a route. For the token of a
+// terminal it is the principal that asked for the terminal, otherwise the one that
+// authenticate finds.
 func (a *api) authenticateRoute(r *http.Request, route string, to *portTarget) (access.Principal, context.Context, error) {
 	ctx := r.Context()
 	if to != nil || route != terminalRoute || r.URL.Query().Get("token") == "" {
@@ -188,7 +191,7 @@ func (a *api) authenticateRoute(r *http.Request, route string, to *portTarget) (
 	if err := checkQuery(route, r.URL.RawQuery); err != nil {
 		return access.Principal{}, ctx, err
 	}
-	// A page of another site is not to use a token up.
+	// A page of another site must not use a token up.
 	if err := checkOrigin(r, a.AllowOrigins); err != nil {
 		return access.Principal{}, ctx, err
 	}
@@ -196,8 +199,8 @@ func (a *api) authenticateRoute(r *http.Request, route string, to *portTarget) (
 	return t.who, context.WithValue(ctx, ticketKey, t), err
 }
 
-// checkOrigin refuses requests of pages of other sites. Those that are not made
-// by a browser have no origin, and need none.
+// checkOrigin refuses requests of pages of other sites. Requests that are not
+// made by a browser have no origin, and need none.
 func checkOrigin(r *http.Request, allowed []string) error {
 	given := r.Header["Origin"]
 	if len(given) == 0 {

@@ -31,8 +31,8 @@ func (a *api) ConnectPort(w http.ResponseWriter, r *http.Request, namespace, nam
 		return
 	}
 	defer func() { _ = inside.Close() }() // never fails
-	// It answers a request that is none, or that comes from the page of another
-	// site.
+	// Accept itself rejects requests that are not WebSocket handshakes, and
+	// those from pages of other sites.
 	conn, err := websocket.Accept(w, r, nil)
 	if err != nil {
 		return
@@ -60,18 +60,19 @@ func (a *api) tunnel(ctx context.Context, conn *websocket.Conn, inside sandbox.C
 	}()
 	err := tunnelIn(both, conn, inside)
 	if err != nil {
-		_ = inside.Close() // likewise
+		_ = inside.Close() // never fails
 		return errors.Join(<-out, err)
 	}
-	// A client that sends no more may still leave. Not with both: a read whose
-	// context ends closes the connection, which is to be closed with a word.
+	// A client that sends no more may still leave. CloseRead gets ctx and not
+	// both: a read whose context ends closes the connection at once, and the
+	// client is to get a close message.
 	left := conn.CloseRead(ctx)
 	stop := context.AfterFunc(left, func() { _ = inside.Close() })
 	defer stop()
 	return <-out
 }
 
-// tunnelOut sends what the program says.
+// tunnelOut sends the program's output to the client.
 func (a *api) tunnelOut(ctx context.Context, conn *websocket.Conn, inside io.Reader) error {
 	send := func(kind websocket.MessageType, p []byte) error {
 		ctx, cancel := context.WithTimeout(ctx, a.StallTimeout)
@@ -99,7 +100,7 @@ func (a *api) tunnelOut(ctx context.Context, conn *websocket.Conn, inside io.Rea
 	}
 }
 
-// tunnelIn passes on what the client sends.
+// tunnelIn sends the client's messages to the program.
 func tunnelIn(ctx context.Context, conn *websocket.Conn, inside sandbox.Conn) error {
 	for {
 		kind, data, err := conn.Read(ctx)

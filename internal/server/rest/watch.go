@@ -9,16 +9,16 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// watching is what a request says of a watch.
+// watching has the parameters of a request for a watch.
 type watching struct {
 	namespace     string
 	kind          sandbox.Kind
 	version, last string // resourceVersion and Last-Event-ID
-	// paged says that it asks for a page as well.
+	// paged says that the request asks for a page as well.
 	paged bool
 }
 
-// errNoWatch refuses what a page has no use for.
+// errNoWatch refuses a parameter that has no use for a page.
 func errNoWatch() error {
 	return sandbox.Invalid("resourceVersion", "it is there, and watch is not set")
 }
@@ -53,7 +53,7 @@ func (a *api) watch(w http.ResponseWriter, r *http.Request, of watching) {
 	}
 	ask.From, ask.State = from.Version, from.ID
 	e := a.newEvents(w, form)
-	synced := ask.From > 0 // what comes before it has no id: nobody can go on from it
+	synced := ask.From > 0 // events before EventSynced have no id: a client cannot go on from them
 	err = a.Service.Watch(r.Context(), ask, func(one sandbox.Event) error {
 		shown := showEvent(one)
 		if synced = synced || one.Type == sandbox.EventSynced; synced {
@@ -66,7 +66,7 @@ func (a *api) watch(w http.ResponseWriter, r *http.Request, of watching) {
 		return
 	}
 	problem := wireError(err)
-	_ = e.sendAs("", string(rest.ObjectEventTypeError), rest.ObjectEvent{Type: rest.ObjectEventTypeError, Error: &problem}) // a client that is gone needs none
+	_ = e.sendAs("", string(rest.ObjectEventTypeError), rest.ObjectEvent{Type: rest.ObjectEventTypeError, Error: &problem}) // a client that is gone needs no event
 }
 
 // showEvent shows an event.

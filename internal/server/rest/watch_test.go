@@ -19,7 +19,7 @@ type watched struct {
 	id    string // of the last event that had one
 }
 
-// next reads an event, and checks that what is around it says the same.
+// next reads an event, and checks that its id and type agree with its content.
 func (s *watched) next() (e rest.ObjectEvent) {
 	s.t.Helper()
 	fields := map[string]string{}
@@ -60,8 +60,8 @@ func (n *testNode) watch(path string, headers ...string) *watched {
 	return &watched{t: n.t, lines: bufio.NewReader(res.Body)}
 }
 
-// TestWatchObjects: what there is, then what changes; who comes back with the id of an event goes
-// on after it.
+// TestWatchObjects: the existing objects, then changes. A client that returns with the id of an
+// event goes on after that.
 func TestWatchObjects(t *testing.T) {
 	n := newNode(t)
 	n.setUp()
@@ -107,7 +107,8 @@ func TestWatchObjects(t *testing.T) {
 	}
 }
 
-// TestWatchObjectsRefused: a watch that cannot begin is refused, with what to do.
+// TestWatchObjectsRefused: a watch that cannot begin is refused, with a next
+// step.
 func TestWatchObjectsRefused(t *testing.T) {
 	n := newNode(t)
 	for query, want := range map[string]struct {
@@ -132,8 +133,8 @@ func TestWatchObjectsRefused(t *testing.T) {
 	n.do("GET", v1+"/sandboxes?watch=true", nil, "Last-Event-ID", "nonsense").refused(400, "invalid")
 }
 
-// FuzzPosition: whatever a client sends to go on from, it is read or refused, and what is
-// read is what was written.
+// FuzzPosition: a position from a client is read or refused. A position that was read
+// stays the same when it is written and read again.
 func FuzzPosition(f *testing.F) {
 	for _, s := range []string{"", "1", "ABC-1", "-1", "a-b-2", "x", "ABC-18446744073709551615", "ABC-18446744073709551616", "\x00-1"} {
 		f.Add(s)

@@ -7,7 +7,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// images: what is not on the node is not published, and not unpublished.
+// images: an image that is not on the node is neither published nor
+// unpublished.
 func (s *suite) images() {
 	if list, err := s.Service.Images(s.ctx, s.namespace, sandbox.Page{}); err != nil || len(list) != 0 {
 		s.Errorf("%+v, %v", list, err)
@@ -28,7 +29,8 @@ func (s *suite) images() {
 	s.refused("unpublish nothing", s.Service.UnpublishImage(s.ctx, ""), sandbox.CodeInvalid)
 }
 
-// registries: a namespace has credentials for registries, which nobody is shown.
+// registries: a namespace has credentials for registries, and no answer shows
+// them.
 func (s *suite) registries() {
 	const canary = "password-canary"
 	list := func(n sandbox.Namespace) []sandbox.RegistryLogin {

@@ -58,7 +58,7 @@ func (s *suite) network() {
 	s.traffic()
 }
 
-// traffic: a hibernated sandbox has no log, and what is asked for has bounds.
+// traffic: a hibernated sandbox has no log, and requests for logs have bounds.
 func (s *suite) traffic() {
 	page, err := s.Service.Traffic(s.ctx, sandbox.TrafficRequest{Key: s.key("a"), Open: true})
 	s.must(err)

@@ -49,7 +49,7 @@ func (s *suite) templates() {
 	s.missing("one that was deleted", err)
 }
 
-// pools keep what they are told to.
+// pools keep as many sandboxes ready as their specs say.
 func (s *suite) pools() {
 	_, _, err := s.Service.Pool(s.ctx, s.key("pool"))
 	s.missing("a pool of none", err)
@@ -159,7 +159,7 @@ func (s *suite) checkpoints() {
 	s.missing("a checkpoint that was deleted", err)
 }
 
-// watch tells of what is there, and then of what changes.
+// watch reports the objects that exist, and then changes.
 func (s *suite) watch() {
 	s.setUp()
 	there := s.claim("a")
@@ -219,7 +219,7 @@ func (s *suite) watch() {
 	}
 }
 
-// cordon: a node that is cordoned makes nothing new, and one that is drained runs nothing.
+// cordon: a cordoned node makes nothing new, and a drained one runs nothing.
 func (s *suite) cordon() {
 	s.setUp()
 	s.claim("a")

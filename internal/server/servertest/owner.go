@@ -6,7 +6,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// preconditions: what is not meant is left alone.
+// preconditions: an object that does not meet them is left alone.
 func (s *suite) preconditions() {
 	s.setUp()
 	before := s.claim("a")

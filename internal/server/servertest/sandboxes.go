@@ -157,7 +157,7 @@ func (s *suite) logs() {
 	}
 }
 
-// secrets have keys, and no values that anybody sees.
+// secrets have keys, and no answer shows their values.
 func (s *suite) secrets() {
 	_, err := s.Service.ApplySecret(s.ctx, s.key("secret"), sandbox.SecretData{})
 	s.refused("a secret of nothing", err, sandbox.CodeInvalid)
@@ -197,7 +197,8 @@ func (s *suite) quotas() {
 	}
 }
 
-// identity: a request that comes again gets what it got, under whatever name.
+// identity: a repeated request gets the answer of the first one, under any
+// name.
 func (s *suite) identity() {
 	s.setUp()
 	var made []sandbox.Sandbox

@@ -12,19 +12,19 @@ import (
 	"agentrun.dev/internal/server"
 )
 
-// Target is what the suite needs of a service.
+// Target is the service under test, with the settings that the suite needs.
 type Target struct {
 	Service server.Service
-	// Template is that of the sandboxes. They have a POSIX shell.
+	// Template is the template of the sandboxes. They have a POSIX shell.
 	Template sandbox.TemplateSpec
 	// Owns says that the suite may give owners.
 	Owns bool
 }
 
-// patience ends a test that hangs; nothing is measured with it.
+// patience ends a test that hangs; it measures nothing.
 const patience = time.Minute
 
-// suite is the service in one namespace, which a test has for itself.
+// suite is the service in one namespace, which no other test uses.
 type suite struct {
 	*testing.T
 	Target
@@ -106,7 +106,7 @@ func (s *suite) missing(what string, err error) {
 	s.refused(what, err, sandbox.CodeNotFound)
 }
 
-// eventually waits for what no event tells.
+// eventually waits for a condition that no event reports.
 func (s *suite) eventually(is func() bool) {
 	s.Helper()
 	tick := time.NewTicker(5 * time.Millisecond)
@@ -145,7 +145,7 @@ func (s *suite) claim(name sandbox.Name) sandbox.Sandbox {
 	return made
 }
 
-// state requires that of a sandbox.
+// state requires that a sandbox has a state.
 func (s *suite) state(got sandbox.Sandbox, err error, want sandbox.State) {
 	s.Helper()
 	s.must(err)
