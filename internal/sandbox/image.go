@@ -36,8 +36,8 @@ const (
 
 // PublishRequest lets all namespaces use an image.
 type PublishRequest struct {
-	// Namespace is the namespace whose names are looked up first; empty looks
-	// up published names only.
+	// Namespace is the namespace whose names are looked up first; if it is empty, no
+	// namespace's names are.
 	Namespace Namespace
 	// Image is a name, or a digest.
 	Image string
