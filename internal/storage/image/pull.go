@@ -59,12 +59,11 @@ func (o PullOptions) platform() (Platform, error) {
 }
 
 // Pull fetches an image from its registry and names it by its reference, for all namespaces or
-// for one. An image that is here
-// already, by digest, is not fetched again.
-// If several processes or goroutines pull the same image from the same repository at the same
-// time, one of them does the work. A namespace may use an image that is here if it gets the
-// image's manifest from a repository that the entire image came from before. Any other
-// repository has to send the entire image, which proves the right.
+// for one. An image that is here already, by digest, is not fetched again. If several
+// processes or goroutines pull the same image from the same repository at the same time, one
+// of them does the work. A namespace may use an image that is here if it gets the image's
+// manifest from a repository that the entire image came from before. Any other repository has
+// to send the entire image, which proves the right.
 func (s *Store) Pull(ctx context.Context, ref Reference, o PullOptions) (*Image, error) {
 	begin, report := time.Now(), NewReporter(o.Progress)
 	img, err := s.pull(ctx, ref, o, report)
