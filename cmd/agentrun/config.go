@@ -28,7 +28,7 @@ type clientConfig struct {
 	Server string `json:"server"`
 	// APIKey is used for that server only.
 	APIKey string `json:"apiKey"`
-	// CAFile has the authorities that sign its certificate. Its path is
+	// CAFile has the certificates that its own is verified with. Its path is
 	// relative to the configuration file.
 	CAFile string `json:"caFile"`
 }

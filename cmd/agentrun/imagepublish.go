@@ -111,8 +111,8 @@ func digestOf(img rest.Image) string {
 	return d.Short()
 }
 
-// imageRow is one line about an image in root's list: a name, and the namespace that
-// has it.
+// imageRow is one line about an image in root's list: a name, and the users of that name,
+// which are a namespace, all of them, or root.
 type imageRow struct{ name, of string }
 
 func imageRows(e image.Entry) (rows []imageRow) {

@@ -132,8 +132,8 @@ func outcome(e rest.NetworkLogEntry) string {
 	return fmt.Sprintf("%s x%d", e.Outcome, e.Repeated+1)
 }
 
-// printable removes characters that could control a terminal from text that a sandbox
-// has chosen, such as a name.
+// printable replaces characters that could control a terminal in text that a sandbox has
+// chosen, such as a name.
 func printable(s string) string {
 	return strings.Map(func(r rune) rune {
 		if unicode.IsPrint(r) {
