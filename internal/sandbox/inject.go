@@ -89,8 +89,9 @@ func Injects(refs []SecretRef) bool {
 	return slices.ContainsFunc(refs, func(r SecretRef) bool { return r.Inject != nil })
 }
 
-// NamespaceCA is the public part of the CA that a namespace's sandboxes trust. Hosts whose
-// requests get values put in are presented to the sandboxes with certificates of this CA.
+// NamespaceCA is the public part of the CA that a namespace's sandboxes trust. In requests
+// to hosts that get values put in, the sandboxes see certificates of this CA in place of
+// the hosts'.
 type NamespaceCA struct {
 	Namespace Namespace
 	// Certificate is in PEM, Fingerprint its SHA-256, Subject its name.

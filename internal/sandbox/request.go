@@ -60,8 +60,9 @@ type BuildLogRequest struct {
 	Key
 	Stage  Stage
 	Follow bool
-	// Offset is the first byte of the answer. Tail begins at the last lines instead,
-	// this many; nil is the whole log.
+	// Offset is the byte of the log that the answer begins at. Tail, if set, begins
+	// at the last lines instead, this many. Without both the answer has the whole
+	// log.
 	Offset int64
 	Tail   *int
 	// Begun, if set, is called before the first byte, with the number of bytes that

@@ -49,7 +49,8 @@ type TemplateSpec struct {
 	// Init are shell commands, run one after another before the snapshot.
 	Init []string `json:"init,omitempty"`
 	// Env, Workdir and User apply to all programs in the sandboxes. Empty ones
-	// come from the image; Workdir is /workspace then.
+	// come from the image. If the image has no working folder either, Workdir
+	// is /workspace.
 	Env     Env    `json:"env,omitempty"`
 	Workdir string `json:"workdir,omitempty"`
 	User    string `json:"user,omitempty"`

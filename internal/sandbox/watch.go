@@ -27,7 +27,7 @@ type WatchRequest struct {
 	// to no namespace.
 	Kinds []Kind
 	// From is a resource version from a list or an event: the caller knows all objects
-	// of that version. 0 begins with the present state of all objects.
+	// as of that version. 0 begins with the present state of all objects.
 	From uint64
 	// State is the ID of the state folder that From belongs to; empty is not
 	// checked.

@@ -21,7 +21,7 @@ const listSuffix = ".parts"
 
 func digestOfState(b []byte) layer.Digest { return sha256.Sum256(b) }
 
-// blob ensures that all parts of a blob are in its file. Later commit checks whether the whole
+// blob ensures that all parts of a blob are in its file. commit checks later whether the whole
 // matches the blob's digest.
 func (f *fetch) blob(ctx context.Context, b Blob) error {
 	if f.borrow(ctx, b) {
