@@ -90,7 +90,7 @@ func (o *applyOptions) read(name string, stdin io.Reader) ([]manifest.Object, er
 	return manifest.Read(f, namespace)
 }
 
-// apply makes one object and says what was done.
+// apply makes one object and prints the outcome.
 func (o *applyOptions) apply(ctx context.Context, c *client.Client, object manifest.Object) (done string, err error) {
 	name := string(object.Name)
 	switch {
@@ -116,7 +116,7 @@ func (o *applyOptions) apply(ctx context.Context, c *client.Client, object manif
 	return "created", err
 }
 
-// claim waits for a pool that has nothing yet.
+// claim waits for a pool that has no machines yet.
 func (o *applyOptions) claim(ctx context.Context, c *client.Client, name string, spec sandbox.ClaimSpec) error {
 	ctx, cancel := context.WithTimeout(ctx, o.timeout)
 	defer cancel()

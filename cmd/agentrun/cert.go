@@ -20,7 +20,7 @@ func newCertCommand() *cobra.Command {
 	return cmd
 }
 
-// defaultLifetime is that of certificates that nobody renews by itself.
+// defaultLifetime is that of certificates that are not renewed automatically.
 const defaultLifetime = 90 * 24 * time.Hour
 
 func newCertIssueCommand() *cobra.Command {

@@ -169,7 +169,7 @@ func (o *restoreOptions) spec() (spec rest.CheckpointRestore, err error) {
 	return spec, nil
 }
 
-// pairs reads what a flag was given as NAME=VALUE.
+// pairs reads the NAME=VALUE arguments of a flag.
 func pairs(flag string, given []string) (map[string]string, error) {
 	if len(given) == 0 {
 		return nil, nil

@@ -9,7 +9,7 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// Which arguments of a command are names.
+// which says which arguments of a command are names.
 type which int
 
 const (
@@ -17,7 +17,7 @@ const (
 	all                // all of them
 )
 
-// completionPatience is how long a shell waits for names.
+// completionPatience is the time that a shell waits for names.
 const completionPatience = 2 * time.Second
 
 // completion completes the arguments of a command.
@@ -45,8 +45,8 @@ func (o *daemonOptions) completeKind(cmd *cobra.Command, args []string, _ string
 	return kinds, cobra.ShellCompDirectiveNoFileComp
 }
 
-// names are those of a kind that are not given already. Without a daemon there
-// are none: a shell has no use for the reason.
+// names returns the names of a kind that are not given already. Without a
+// daemon it returns no names: a shell has no use for the reason.
 func (o *daemonOptions) names(ctx context.Context, kind string, given []string) (out []string) {
 	k, err := findKind(kind)
 	if err != nil {

@@ -14,8 +14,8 @@ import (
 	"agentrun.dev/internal/node/forkd"
 )
 
-// Where a daemon is that is not this machine's, and what it knows us by. The
-// Python SDK reads the same, and the same file.
+// The address of a daemon on another machine, and the credentials for it. The
+// Python SDK reads the same variables and the same file.
 const (
 	envServer = "AGENTRUN_SERVER"
 	envKey    = "AGENTRUN_API_KEY"
@@ -26,13 +26,15 @@ const (
 type clientConfig struct {
 	// Server is the URL of the daemon.
 	Server string `json:"server"`
-	// APIKey is for that server and no other.
+	// APIKey is used for that server only.
 	APIKey string `json:"apiKey"`
-	// CAFile has the certificates that it is known by; relative to the file.
+	// CAFile has the certificates that its own is verified with. Its path is
+	// relative to the configuration file.
 	CAFile string `json:"caFile"`
 }
 
-// readConfig reads the configuration file; one that is missing says nothing.
+// readConfig reads the configuration file. A missing file is an empty
+// configuration.
 func readConfig(path string) (c clientConfig, err error) {
 	f, err := os.Open(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -65,13 +67,13 @@ func readConfig(path string) (c clientConfig, err error) {
 	return c, nil
 }
 
-// errNoDaemon says that there is none, here or elsewhere.
+// errNoDaemon says that no daemon runs, here or elsewhere.
 var errNoDaemon = errors.New("no daemon is running")
 
-// daemonAt is where a daemon is.
+// daemonAt is the address of a daemon.
 type daemonAt struct {
 	client.Config
-	// named says that a flag or the environment has named it.
+	// named says that a flag or the environment has set it.
 	named bool
 }
 
@@ -84,7 +86,7 @@ func findDaemon(flag string) (at daemonAt, err error) {
 	}
 	at.named = server != ""
 	var file clientConfig
-	if dir, err := os.UserConfigDir(); err == nil { // who has no home has no file
+	if dir, err := os.UserConfigDir(); err == nil { // a user without a home has no file
 		if file, err = readConfig(filepath.Join(dir, "agentrun", "config.yaml")); err != nil {
 			return at, err
 		}
@@ -100,7 +102,7 @@ func findDaemon(flag string) (at daemonAt, err error) {
 		return at, nil
 	}
 	at.URL, at.Key, at.CAFile = server, os.Getenv(envKey), os.Getenv(envCAFile)
-	// What the file says is about its server: its key is shown to no other.
+	// The file's settings are for its server: its key is sent to no other.
 	if server == file.Server {
 		if at.Key == "" {
 			at.Key = file.APIKey

@@ -32,8 +32,8 @@ func settle(t *testing.T, file string, variables ...string) {
 	}
 }
 
-// TestFindDaemon: a flag before the environment, that before the file, that before
-// the socket; and a key of the file goes to no server but the file's.
+// TestFindDaemon: a flag precedes the environment, which precedes the file, which
+// precedes the socket. A key of the file is sent only to the file's server.
 func TestFindDaemon(t *testing.T) {
 	const file = "server: https://file\napiKey: ar_file\ncaFile: ca.pem\n"
 	for name, c := range map[string]struct {

@@ -80,7 +80,7 @@ func said(w io.Writer, what string, err error) error {
 	return err
 }
 
-// drained waits until nothing runs, and tells why some still do.
+// drained waits until no sandbox runs, and prints why some still do.
 func drained(ctx context.Context, c *client.Client, stdout, stderr io.Writer) error {
 	told, sealed := map[string]string{}, 0
 	err := c.WatchNode(ctx, func(e rest.ObjectEvent) (more bool, err error) {

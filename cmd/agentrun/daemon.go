@@ -52,9 +52,9 @@ func (o *daemonOptions) with(do func(*client.Client) error) error {
 	return do(c)
 }
 
-// has reports whether a name is the daemon's rather than one of the snapshots and
-// sandboxes that commands keep without a daemon. Those go before, unless the
-// daemon was named.
+// has reports whether a name refers to an object of the daemon. Snapshots and
+// sandboxes that commands keep without a daemon come first, unless a flag or the
+// environment has set the daemon.
 func (o *daemonOptions) has(name string) (bool, error) {
 	if _, err := local.ParseName(name); err != nil {
 		return false, err
@@ -78,8 +78,7 @@ func (o *daemonOptions) has(name string) (bool, error) {
 	return err == nil, nil
 }
 
-// choose runs what is for the daemon or what is without one, whoever has the
-// name.
+// choose runs inDaemon if the daemon has the name, and otherwise without.
 func (o *daemonOptions) choose(name string, inDaemon, without func() error) error {
 	has, err := o.has(name)
 	switch {
@@ -91,7 +90,7 @@ func (o *daemonOptions) choose(name string, inDaemon, without func() error) erro
 	return without()
 }
 
-// each does something for all names, whatever came of the others.
+// each calls do for all names, even if it fails for some.
 func each(names []string, do func(string) error) error {
 	var errs []error
 	for _, n := range names {

@@ -15,7 +15,8 @@ import (
 	"agentrun.dev/internal/host/doctor"
 )
 
-// exitUnusable is doctor's verdict; the report has said why.
+// exitUnusable is doctor's exit code for a machine that cannot run sandboxes;
+// the report has given the reason.
 const exitUnusable exitCode = 1
 
 func newDoctorCommand() *cobra.Command {

@@ -11,12 +11,13 @@ import (
 	"agentrun.dev/internal/client/local"
 )
 
-// forkReport is what agentrun fork prints.
+// forkReport is the output of agentrun fork.
 type forkReport struct {
 	Forks []forkOutcome `json:"forks"`
-	// Milliseconds is from the call until all forks have answered and are known.
+	// Milliseconds is the time from the call until all forks have answered and
+	// are known.
 	Milliseconds float64 `json:"ms"`
-	// Live is what it cost a running source.
+	// Live is the cost for a running source.
 	Live *liveReport `json:"live,omitempty"`
 }
 
@@ -57,7 +58,7 @@ func newForkReport(names []local.Name, f *local.Forked, took time.Duration) fork
 	return r
 }
 
-// report prints what came of it; the error is that of the forks that failed.
+// report prints the outcomes. It returns the errors of the forks that failed.
 func (o *forkOptions) report(r forkReport, stdout, stderr io.Writer) error {
 	var failed []error
 	for _, f := range r.Forks {
@@ -84,7 +85,7 @@ func (o *forkOptions) report(r forkReport, stdout, stderr io.Writer) error {
 	return errors.Join(failed...)
 }
 
-// explain says what it took, to a person.
+// explain prints the cost, for people.
 func (r forkReport) explain(w io.Writer) error {
 	text := fmt.Sprintf("%d forks in %.0f ms\n", len(r.Forks), r.Milliseconds)
 	if l := r.Live; l != nil {
@@ -98,7 +99,8 @@ func (r forkReport) explain(w io.Writer) error {
 	return err
 }
 
-// explainFork says what a fork of the daemon took, as far as its answer has it.
+// explainFork prints the cost of a fork of the daemon, as far as the daemon's
+// answer includes it.
 func explainFork(f rest.Fork, took time.Duration, w io.Writer) error {
 	text := fmt.Sprintf("%d forks in %.0f ms\n", len(f.Children), float64(took.Microseconds())/1e3)
 	if f.Pause != "" {

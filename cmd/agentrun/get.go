@@ -23,14 +23,14 @@ type objectKind struct {
 	remove func(context.Context, *client.Client, string) error
 }
 
-// object is one in a list.
+// object is one entry of a list.
 type object struct {
 	name  string
 	row   []string
 	whole any // for --json
 }
 
-// ready is what people read for a sandbox that runs.
+// ready is the word that people read for the state Running.
 const ready = "Ready"
 
 var objectKinds = []objectKind{
@@ -91,7 +91,7 @@ var objectKinds = []objectKind{
 	},
 }
 
-// objects makes a list of what a call gave.
+// objects makes a list from the result of a call.
 func objects[T any](list []T, err error) func(func(T) object) ([]object, error) {
 	return func(show func(T) object) ([]object, error) {
 		var out []object
@@ -121,7 +121,7 @@ func orDash(s string) string {
 	return s
 }
 
-// age is how long ago something was, in one unit.
+// age is the time since t, in one unit.
 func age(t time.Time) string {
 	switch d := time.Since(t); {
 	case d < 2*time.Minute:
@@ -183,7 +183,7 @@ func newGetCommand() *cobra.Command {
 	return cmd
 }
 
-// pickNames keeps the objects that were asked for.
+// pickNames keeps the objects with the given names.
 func pickNames(list []object, kind string, names []string) ([]object, error) {
 	if len(names) == 0 {
 		return list, nil
@@ -199,7 +199,7 @@ func pickNames(list []object, kind string, names []string) ([]object, error) {
 	return out, nil
 }
 
-// wholes are the objects themselves.
+// wholes returns the complete objects, for --json.
 func wholes(list []object) []any {
 	all := make([]any, 0, len(list))
 	for _, o := range list {

@@ -20,7 +20,7 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// hint is a command of agentrun that some text of the programs names.
+// hint is a command of agentrun that a text of the programs names.
 type hint struct{ at, line string }
 
 var (
@@ -33,8 +33,9 @@ var (
 // notCommands are the words after "agentrun" where that is the program.
 var notCommands = []string{"or", "reads", "restores", "and", "runs", "itself"}
 
-// TestHints: the command line takes every command that an error, a help text or an example
-// names. One that is named with all that it needs gets as far as to ask the daemon.
+// TestHints: the command line accepts every command that an error, a help text or an
+// example names. A command that is named with all its arguments gets as far as asking the
+// daemon.
 func TestHints(t *testing.T) {
 	dir := t.TempDir()
 	var asked atomic.Int64
@@ -85,7 +86,7 @@ func newHintRun(ctx context.Context, args []string) error {
 	return run(ctx, args, strings.NewReader(""), &out, &out)
 }
 
-// words are the arguments of a hint, with something for each that is filled in.
+// words are the arguments of a hint, with placeholders filled in.
 func (h hint) words() []string {
 	words := strings.Fields(verbs.ReplaceAllString(h.line, "x1"))
 	if len(words) > 1 && words[0] == "get" && words[1] == "x1" {
@@ -94,8 +95,8 @@ func (h hint) words() []string {
 	return words
 }
 
-// find is the command of a hint, and its arguments that are no flags. It fails the test where
-// the command or one of its flags does not exist.
+// find returns the command of a hint, and its arguments that are not flags. It fails the test
+// if the command or one of its flags does not exist.
 func (h hint) find(t *testing.T) (cmd *cobra.Command, args []string) {
 	t.Helper()
 	cmd, rest, err := newRootCommand().Find(h.words())

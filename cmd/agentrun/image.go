@@ -106,7 +106,8 @@ func (o *registryOptions) registries() (r image.Registries, err error) {
 	return r, nil
 }
 
-// defaultFile is where a file of settings is: the user's own, or the machine's.
+// defaultFile is the path of a file of settings: the user's own, or the
+// machine's.
 func defaultFile(name string) string {
 	if dir, err := os.UserConfigDir(); err == nil {
 		path := filepath.Join(dir, "agentrun", name)

@@ -11,8 +11,8 @@ import (
 	"golang.org/x/term"
 )
 
-// progressPrinter shows how making an image, or moving a snapshot, goes on: one line that changes on a
-// terminal, a line per phase elsewhere.
+// progressPrinter shows the progress of making an image, or of moving a snapshot: one line that
+// changes on a terminal, a line per phase elsewhere.
 type progressPrinter struct {
 	w        io.Writer
 	what     string
@@ -27,7 +27,7 @@ func newProgressPrinter(w io.Writer, what string) *progressPrinter {
 	return &progressPrinter{w: w, what: what, terminal: ok && term.IsTerminal(int(f.Fd()))}
 }
 
-// redraw is how often a line changes; faster is not read by anyone.
+// redraw is the time between changes of the line; people cannot read faster.
 const redraw = 100 * time.Millisecond
 
 func (p *progressPrinter) show(now image.Progress) {
@@ -58,7 +58,7 @@ func (p *progressPrinter) show(now image.Progress) {
 	p.width = len(line)
 }
 
-// end takes the line away.
+// end erases the line.
 func (p *progressPrinter) end() {
 	if p.terminal && p.width > 0 {
 		fmt.Fprintf(p.w, "\r%s\r", strings.Repeat(" ", p.width))

@@ -100,7 +100,7 @@ agentrun image ls lists all images of this machine.`,
 	return cmd
 }
 
-// shortImage is a name of an image as people write it.
+// shortImage is a name of an image in the form that people write.
 func shortImage(name string) string { return strings.TrimPrefix(name, "index.docker.io/library/") }
 
 func digestOf(img rest.Image) string {
@@ -111,7 +111,8 @@ func digestOf(img rest.Image) string {
 	return d.Short()
 }
 
-// imageRow is one line about an image in a list for root: a name, and for whom it is.
+// imageRow is one line about an image in root's list: a name, and the users of that name,
+// which are a namespace, all of them, or root.
 type imageRow struct{ name, of string }
 
 func imageRows(e image.Entry) (rows []imageRow) {

@@ -61,7 +61,7 @@ func (o *execOptions) execInDaemon(ctx context.Context, c *client.Client, name s
 			_ = c.Resize(ctx, name, started.Id, int(rows), int(cols)) // it may just have ended
 		})()
 	}
-	// What is typed after the program has ended is nobody's.
+	// Input that is typed after the program has ended is discarded.
 	go func() { _ = c.WriteStdin(ctx, name, started.Id, stdin, true) }()
 	exit, err := c.Attach(ctx, name, started.Id, 0, 0, out)
 	if err != nil {
@@ -182,15 +182,15 @@ func runCode(ctx context.Context, c *client.Client, name string, req rest.CodeRe
 	return nil
 }
 
-// codePrinter prints what an execution writes and shows, in the order in which it
-// did so: an event says how much output came before it.
+// codePrinter prints the output and the results of an execution in their original
+// order: an event says how much output came before it.
 type codePrinter struct {
 	stdout, stderr counted
 	traceback      bool
 	waiting        []rest.CodeEvent
 }
 
-// counted counts what was written.
+// counted is a writer that counts its bytes.
 type counted struct {
 	w     io.Writer
 	n     int64
@@ -214,7 +214,7 @@ func (p *codePrinter) event(e rest.CodeEvent) error {
 	return p.flush()
 }
 
-// flush shows the events whose turn it is.
+// flush prints the events whose turn it is.
 func (p *codePrinter) flush() error {
 	for len(p.waiting) > 0 {
 		e := p.waiting[0]
@@ -229,7 +229,8 @@ func (p *codePrinter) flush() error {
 	return nil
 }
 
-// all shows what is left: some of the output before it may have been dropped.
+// all prints the remaining events: some of the output before them may have been
+// dropped.
 func (p *codePrinter) all() error {
 	for _, e := range p.waiting {
 		if err := p.show(e); err != nil {

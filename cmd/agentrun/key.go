@@ -108,7 +108,7 @@ func newKeyRevokeCommand() *cobra.Command {
 	return cmd
 }
 
-// expiry is when a key ends, for people.
+// expiry is the time at which a key ends, for people.
 func expiry(k rest.Key) string {
 	switch {
 	case k.Expires == nil:

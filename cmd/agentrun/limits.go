@@ -11,8 +11,9 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// startsNothing is the policy of commands that only look at sandboxes, or end
-// them: those that were allowed to run without limits must be found.
+// startsNothing is the policy of commands that only look at sandboxes, or end them. It
+// accepts missing limits and walls: the commands must also find sandboxes that were
+// allowed to run without them.
 var startsNothing = microvm.JailPolicy{AllowUnlimited: true, AllowUnjailed: true}
 
 // limitFlags are those of commands that make sandboxes.
@@ -34,7 +35,7 @@ func (m *milliCPUs) String() string {
 
 func (m *milliCPUs) Type() string { return "cpus" }
 
-// The kernel takes no less than a hundredth of a processor.
+// The kernel rejects less than a hundredth of a processor.
 const minCPULimit, maxCPULimit = 0.01, 1024
 
 func (m *milliCPUs) Set(s string) error {

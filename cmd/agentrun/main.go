@@ -29,12 +29,12 @@ func main() {
 	}
 }
 
-// Exit codes of agentrun itself, apart from those that a command in a sandbox
-// ends with (as in docker run).
+// Exit codes of agentrun itself, apart from those of commands in a sandbox (as
+// in docker run).
 const exitFailure = 125
 
-// exitCode is the result of a command that ran as it should: it is passed on,
-// not reported.
+// exitCode is the result of a command that ran correctly: it is passed on, and
+// not reported as an error.
 type exitCode int
 
 func (c exitCode) Error() string { return fmt.Sprintf("exit code %d", int(c)) }

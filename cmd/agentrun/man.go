@@ -23,7 +23,7 @@ and for make install. They are of section 1.`,
 			}
 			root := cmd.Root()
 			root.DisableAutoGenTag = true
-			// The same pages whenever they are made.
+			// The pages must not depend on the time at which they are made.
 			date := time.Unix(0, 0).UTC()
 			header := &doc.GenManHeader{Section: "1", Source: "AgentRun", Manual: "AgentRun", Date: &date}
 			if err := doc.GenManTree(root, header, args[0]); err != nil {

@@ -68,10 +68,11 @@ func (o *policyOptions) read(stdin io.Reader) (policy.Policy, error) {
 	return p, nil
 }
 
-// maxPolicyFile bounds what is read: the largest policy is far smaller.
+// maxPolicyFile bounds the size of a policy's file: the largest policy is far
+// smaller.
 const maxPolicyFile = 1 << 20
 
-// readPolicy reads a policy from a YAML file; - is standard input, if there is one.
+// readPolicy reads a policy from a YAML file; - is stdin, unless that is nil.
 func readPolicy(path string, stdin io.Reader) (p policy.Policy, err error) {
 	in := stdin
 	if path != "-" || stdin == nil {
@@ -195,13 +196,13 @@ func newNetworkDeleteCommand() *cobra.Command {
 	return cmd
 }
 
-// policies are what agentrun network get prints.
+// policies is the output of agentrun network get.
 type policies struct {
 	NetworkPolicy *rest.NetworkPolicy  `json:"networkPolicy,omitempty"`
 	NetworkBounds []rest.NetworkPolicy `json:"networkBounds"`
 }
 
-// printPolicies prints them as YAML: people read it, and can use it again.
+// printPolicies prints them as YAML, which people can read and use again.
 func printPolicies(w io.Writer, s rest.Sandbox, asJSON bool) error {
 	p := policies{s.NetworkPolicy, s.NetworkBounds}
 	if asJSON {
@@ -219,7 +220,7 @@ func printPolicies(w io.Writer, s rest.Sandbox, asJSON bool) error {
 	return err
 }
 
-// policyText is a policy on one line; one that is missing is empty.
+// policyText is a policy on one line; a missing policy is empty.
 func policyText(p *rest.NetworkPolicy) string {
 	if p == nil {
 		return ""

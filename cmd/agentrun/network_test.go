@@ -12,8 +12,7 @@ import (
 	"agentrun.dev/internal/network/policy"
 )
 
-// TestPolicyOptions: flags or a file make a policy, and what is wrong is said by the
-// name of the flag.
+// TestPolicyOptions: flags or a file make a policy, and errors name the flag.
 func TestPolicyOptions(t *testing.T) {
 	dir := t.TempDir()
 	file := func(name, text string) string {
@@ -64,8 +63,8 @@ func TestPolicyOptions(t *testing.T) {
 	}
 }
 
-// TestPrintNetworkLog: what a sandbox has chosen does not steer a terminal, and only
-// refusals are printed if they alone are wanted.
+// TestPrintNetworkLog: text that a sandbox has chosen cannot control a terminal.
+// Only refusals are printed if only they are requested.
 func TestPrintNetworkLog(t *testing.T) {
 	entries := []rest.NetworkLogEntry{
 		{Time: time.Now(), Outcome: "closed", Protocol: "tcp", Name: "a.example", Address: "192.0.2.1:443", Sent: 1, Received: 2, Rule: "a.example:443"},
@@ -99,7 +98,7 @@ func TestPolicyText(t *testing.T) {
 	}
 }
 
-// TestPrintPolicies: what is printed can be read again as a policy.
+// TestPrintPolicies: the output can be read again as a policy.
 func TestPrintPolicies(t *testing.T) {
 	s := rest.Sandbox{
 		NetworkPolicy: &rest.NetworkPolicy{Egress: rest.NetworkPolicyEgressDeny, Allow: []string{"a.example.org:443"}},

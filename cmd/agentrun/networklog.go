@@ -124,7 +124,7 @@ func (o *networkLogOptions) print(w io.Writer, entries []rest.NetworkLogEntry) e
 	return nil
 }
 
-// outcome says how often it came.
+// outcome is the outcome with its number of repetitions.
 func outcome(e rest.NetworkLogEntry) string {
 	if e.Repeated == 0 {
 		return e.Outcome
@@ -132,7 +132,8 @@ func outcome(e rest.NetworkLogEntry) string {
 	return fmt.Sprintf("%s x%d", e.Outcome, e.Repeated+1)
 }
 
-// printable keeps what a sandbox has chosen, such as a name, from steering a terminal.
+// printable replaces characters that could control a terminal in text that a sandbox has
+// chosen, such as a name.
 func printable(s string) string {
 	return strings.Map(func(r rune) rune {
 		if unicode.IsPrint(r) {

@@ -18,7 +18,8 @@ import (
 	"golang.org/x/term"
 )
 
-// passwordEnv is where cosign finds the password of its key.
+// passwordEnv is the variable in which cosign looks for the password of its
+// key.
 const passwordEnv = "COSIGN_PASSWORD"
 
 // packOptions are the flags of commands that pack snapshots.
@@ -129,8 +130,8 @@ The digest of the pack is printed. A snapshot that holds secrets is refused.`,
 	return cmd
 }
 
-// newFile makes a file that has its name when all of it is on the disk. It is
-// for its owner alone: it may hold anything that was in a memory.
+// newFile makes a file that gets its name when all of it is on the disk. Only
+// its owner may read it: it may contain anything that was in a memory.
 func newFile(path string, fill func(io.Writer) error) error {
 	if _, err := os.Lstat(path); err == nil {
 		return fmt.Errorf("%s is there already: choose another name, or remove it", path)
@@ -183,8 +184,8 @@ first.`,
 	return cmd
 }
 
-// openPack opens a file, or a copy of the standard input, of which the end is
-// needed first.
+// openPack opens a file, or a copy of stdin, because the end of a pack is read
+// first.
 func openPack(path string, stdin io.Reader, limit int64) (*os.File, error) {
 	if path != "-" {
 		// Without O_NONBLOCK a FIFO would wait for a writer.
@@ -265,10 +266,11 @@ be signed. One that this host cannot fork is refused before it is fetched.`,
 	return cmd
 }
 
-// trip is the name of a snapshot, and where in a registry it comes from or goes to.
+// trip is the name of a snapshot, with the reference in a registry that it comes
+// from or goes to.
 type trip struct{ name, ref string }
 
-// parsedTrip is a valid one.
+// parsedTrip is a valid trip.
 type parsedTrip struct {
 	name local.Name
 	ref  image.Reference
@@ -286,7 +288,7 @@ func (t trip) parse(registries *registryOptions) (out parsedTrip, err error) {
 	return out, err
 }
 
-// travel moves a snapshot with progress, and prints what move returns.
+// travel moves a snapshot, shows the progress, and prints the result of move.
 func travel[O any](cmd *cobra.Command, t trip, registries *registryOptions, resolve func(*progressPrinter) (O, error),
 	move func(*local.Store, parsedTrip, O) (any, error),
 ) error {

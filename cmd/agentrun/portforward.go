@@ -38,7 +38,7 @@ Connections keep the sandbox in use, and wake one that sleeps.`,
 	return cmd
 }
 
-// portPair is a port here and a port there.
+// portPair is a port of this machine and a port of the sandbox.
 type portPair struct{ local, remote uint16 }
 
 func parsePortPair(s string) (p portPair, err error) {
@@ -64,7 +64,7 @@ func parsePort(s string) (uint16, error) {
 }
 
 func forwardPorts(ctx context.Context, c *client.Client, name, address string, pairs []string, stderr io.Writer) error {
-	if _, err := c.Sandbox(ctx, name); err != nil { // told now, and not with the first connection
+	if _, err := c.Sandbox(ctx, name); err != nil { // reported now, and not with the first connection
 		return err
 	}
 	var all sync.WaitGroup

@@ -37,18 +37,18 @@ func (o *rootOptions) flags(f *pflag.FlagSet) {
 	o.registryOptions.flags(f)
 }
 
-// imageFlags say something about images alone.
+// imageFlags apply to images only.
 var imageFlags = []string{"image", "pull", "ca-file", "plain-http", "registries"}
 
-// exclusive keeps flags of one kind of root from being given for another.
+// exclusive rejects flags of one kind of root that are given with another.
 func (o *rootOptions) exclusive(cmd *cobra.Command, more ...string) {
 	for _, flag := range append(imageFlags, more...) {
 		cmd.MarkFlagsMutuallyExclusive("rootfs", flag)
 	}
 }
 
-// openRoot opens a root filesystem for a guest, and the settings of the image
-// that it is of.
+// openRoot opens a root filesystem for a guest. It returns the settings of its
+// image, too.
 func (o *rootOptions) openRoot(ctx context.Context, kind pick.Kind, stderr io.Writer) (*os.File, image.Config, error) {
 	if o.image != "" {
 		return o.openImage(ctx, kind, stderr)
@@ -86,7 +86,7 @@ func (o *rootOptions) openImage(ctx context.Context, kind pick.Kind, stderr io.W
 	return f, h.Image.Config, err
 }
 
-// findImage takes what is known here before it asks a registry.
+// findImage looks for the image in the store before it asks a registry.
 func (o *rootOptions) findImage(ctx context.Context, store *image.Store, stderr io.Writer) (*image.Image, error) {
 	switch o.pull {
 	case pullMissing, pullNever:
@@ -107,7 +107,7 @@ func (o *rootOptions) findImage(ctx context.Context, store *image.Store, stderr 
 	return p.pull(ctx, store, ref, stderr)
 }
 
-// apply lets an image's settings hold where flags say nothing else.
+// apply applies the image's settings unless flags override them.
 func (o *execOptions) apply(c image.Config) {
 	o.env = c.Environ(o.env)
 	if o.user == "" {
@@ -118,7 +118,7 @@ func (o *execOptions) apply(c image.Config) {
 	}
 }
 
-// optionalString is a flag that may be set to nothing.
+// optionalString is a flag that may be set to the empty string.
 type optionalString struct {
 	value string
 	set   bool

@@ -38,7 +38,8 @@ type runOptions struct {
 	entrypoint optionalString
 }
 
-// shutdownGrace is what processes that the command left behind get to end.
+// shutdownGrace is the time that processes which the command has left behind
+// have to end.
 const shutdownGrace = 2 * time.Second
 
 func newRunCommand() *cobra.Command {
@@ -131,10 +132,11 @@ func (o *runOptions) runIn(ctx context.Context, sb engine.Sandbox, argv []string
 	return result(status)
 }
 
-// endTime is how long a sandbox may take to end when the session with its agent has.
+// endTime is the time that a sandbox may take to end after the session with its
+// agent has ended.
 const endTime = 2 * time.Second
 
-// endOf is how a sandbox ended, nil if it has not.
+// endOf is the error of a sandbox that has ended, and nil if it has not.
 func endOf(sb engine.Sandbox) error {
 	select {
 	case <-sb.Agent().Done():
@@ -149,8 +151,8 @@ func endOf(sb engine.Sandbox) error {
 	}
 }
 
-// settings lets an image's settings hold where flags say nothing else, and
-// returns what is to be run.
+// settings applies the image's settings unless flags override them, and returns
+// the argv to run.
 func (o *runOptions) settings(config image.Config, argv []string) ([]string, error) {
 	if o.entrypoint.set {
 		config.Cmd, config.Entrypoint = nil, nil
@@ -165,7 +167,7 @@ func (o *runOptions) settings(config image.Config, argv []string) ([]string, err
 	return argv, nil
 }
 
-// exitTimedOut is what timeout(1) returns.
+// exitTimedOut is the exit code of timeout(1) after a timeout.
 const exitTimedOut = 124
 
 func result(s guestrpc.ExitStatus) error {
@@ -178,7 +180,7 @@ func result(s guestrpc.ExitStatus) error {
 	return nil
 }
 
-// spec opens what the flags name.
+// spec opens the files of the flags.
 func (o *runOptions) spec(ctx context.Context, kind pick.Kind, stderr io.Writer) (_ engine.Spec, config image.Config, _ func() error, err error) {
 	var files []*os.File
 	closeFiles := func() error {

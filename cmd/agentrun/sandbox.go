@@ -28,11 +28,12 @@ type forkOptions struct {
 	policy microvm.JailPolicy
 	daemon daemonOptions
 	json   bool
-	// verbose says on stderr what it took.
+	// verbose prints the cost on stderr.
 	verbose bool
 	// network is a file with a network policy.
 	network string
-	// atomic makes all, or none; checkpoint names one of the same instant.
+	// atomic makes either all children or no child. checkpoint names a
+	// checkpoint of the same instant.
 	atomic     bool
 	checkpoint string
 }
@@ -77,8 +78,8 @@ both.`,
 	return cmd
 }
 
-// forkInDaemon forks a sandbox of the daemon. Its children are named after the fork, whose
-// name is the only one, unless each has a name.
+// forkInDaemon forks a sandbox of the daemon. With one --name this is the fork's name, and
+// the children become NAME-1, NAME-2, …. With several each child has a name of its own.
 func (o *forkOptions) forkInDaemon(ctx context.Context, source string, stdout, stderr io.Writer) error {
 	if o.limits != (engine.Limits{}) {
 		return errors.New("a fork of the daemon has the limits of its source")
@@ -196,8 +197,9 @@ it could not be run. A sandbox that is paused or hibernated goes on.`,
 			}
 			argv := args[1:]
 			if argv[0] == "--" {
-				// Flags end at the sandbox's name, so that the command's own are
-				// left alone, and what separates it is left, too.
+				// Flags end at the sandbox's name, so that cobra does not parse
+				// the command's own flags. So cobra leaves the separator in the
+				// arguments.
 				argv = argv[1:]
 			}
 			if len(argv) == 0 {
@@ -298,7 +300,7 @@ func newKillCommand() *cobra.Command {
 	}, (*local.Store).Kill)
 }
 
-// newEndCommand completes a command that ends sandboxes; without is what it does to one
+// newEndCommand completes a command that ends sandboxes. It calls without for a sandbox
 // that is not the daemon's.
 func newEndCommand(cmd cobra.Command, without func(*local.Store, context.Context, local.Name) error) *cobra.Command {
 	var o daemonOptions

@@ -63,8 +63,8 @@ what is read is left out.`,
 	return cmd
 }
 
-// readValues reads what KEY=VALUE, KEY=-, KEY=@FILE and KEY stand for. Its errors
-// never show a value.
+// readValues reads the values of arguments of the forms KEY=VALUE, KEY=-,
+// KEY=@FILE and KEY. Its errors never show a value.
 func readValues(args []string, stdin io.Reader) (map[string][]byte, error) {
 	values := map[string][]byte{}
 	fromStdin := false
@@ -113,7 +113,7 @@ func readFileValue(path string) ([]byte, error) {
 
 // readValue reads a value and leaves out the line break at its end.
 func readValue(r io.Reader) ([]byte, error) {
-	const most = 1 << 20 // the daemon says what it takes
+	const most = 1 << 20 // the daemon enforces the exact bound
 	b, err := io.ReadAll(io.LimitReader(r, most))
 	if err != nil {
 		return nil, err
@@ -124,7 +124,7 @@ func readValue(r io.Reader) ([]byte, error) {
 	return b, nil
 }
 
-// secretKind is how secrets are listed and deleted.
+// secretKind says how secrets are listed and deleted.
 var secretKind = objectKind{
 	names: []string{"secrets", "secret"}, header: "NAME\tKEYS\tAGE",
 	list: func(ctx context.Context, c *client.Client, _ bool) ([]object, error) {

@@ -144,7 +144,7 @@ func readyText(r *rest.ReadyCheck) string {
 	return "after " + r.Delay
 }
 
-// logFlags are what chooses a template's log.
+// logFlags select a template's log.
 type logFlags struct {
 	daemonOptions
 	follow bool
@@ -209,7 +209,8 @@ func buildTemplate(ctx context.Context, c *client.Client, name string, w io.Writ
 	if err != nil {
 		return err
 	}
-	// What has not changed is built if it has failed, and left alone otherwise.
+	// An unchanged template is built if its build has failed, and left alone
+	// otherwise.
 	if _, err := c.PutTemplate(ctx, name, t.Spec); err != nil {
 		return err
 	}

@@ -25,7 +25,7 @@ type topOptions struct {
 	sort     string
 }
 
-// Orders of agentrun top, by the flag --sort.
+// Orders of agentrun top, for the flag --sort.
 const (
 	sortCPU     = "cpu"
 	sortMemory  = "memory"
@@ -73,7 +73,7 @@ Looking wakes none: a hibernated sandbox costs nothing of these.`,
 	return cmd
 }
 
-// look is what was seen at an instant.
+// look is the state of the node and its sandboxes at an instant.
 type look struct {
 	Node      rest.Node  `json:"node"`
 	Sandboxes []costLine `json:"sandboxes"`
@@ -82,8 +82,8 @@ type look struct {
 // costLine is one sandbox in a look.
 type costLine struct {
 	rest.SandboxStats
-	// CPUPercent, and the bytes per second, are nil for one that was not there at the
-	// last look.
+	// CPUPercent, and the bytes per second, are nil for a sandbox that was not in the
+	// previous look.
 	CPUPercent        *float64 `json:"cpuPercent,omitempty"`
 	SentPerSecond     *float64 `json:"sentPerSecond,omitempty"`
 	ReceivedPerSecond *float64 `json:"receivedPerSecond,omitempty"`
@@ -114,7 +114,7 @@ func (o *topOptions) run(ctx context.Context, c *client.Client, w io.Writer) err
 	return err
 }
 
-// takeLook asks the daemon, and compares with what was seen before.
+// takeLook asks the daemon, and compares the answer with the previous look.
 func takeLook(ctx context.Context, c *client.Client, before look) (now look, err error) {
 	if now.Node, err = c.Node(ctx); err != nil {
 		return now, err
@@ -127,9 +127,9 @@ func takeLook(ctx context.Context, c *client.Client, before look) (now look, err
 	return now, err
 }
 
-// compareCost is what a sandbox has taken since a look: how much of a processor, and how
-// many bytes of the network each second. A machine that is a new one has begun from
-// nothing.
+// compareCost computes the use of a processor by a sandbox since a look, and its bytes
+// per second on the network. The counters of a new machine have begun at 0: their rates
+// are nil if they are lower than before.
 func compareCost(before look, now rest.SandboxStats) costLine {
 	l := costLine{SandboxStats: now}
 	i := slices.IndexFunc(before.Sandboxes, func(l costLine) bool { return l.Id == now.Id })
@@ -151,7 +151,7 @@ func compareCost(before look, now rest.SandboxStats) costLine {
 	return l
 }
 
-// network is how many bytes a sandbox sends and receives each second.
+// network is the number of bytes that a sandbox sends and receives per second.
 func (l costLine) network() (sum float64) {
 	for _, r := range []*float64{l.SentPerSecond, l.ReceivedPerSecond} {
 		if r != nil {
@@ -187,7 +187,7 @@ func (l look) sorted(by string) []costLine {
 	return lines
 }
 
-// perSecond writes bytes per second.
+// perSecond formats bytes per second.
 func perSecond(rate *float64) string {
 	switch {
 	case rate == nil:
@@ -200,7 +200,7 @@ func perSecond(rate *float64) string {
 	return fmt.Sprintf("%.1f MiB", *rate/(1<<20))
 }
 
-// clearScreen moves to the top left corner and clears what is below.
+// clearScreen moves to the top left corner and clears everything below it.
 const clearScreen = "\x1b[H\x1b[J"
 
 func (o *topOptions) show(w io.Writer, l look, screen bool) error {

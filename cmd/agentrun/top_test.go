@@ -9,8 +9,8 @@ import (
 	"agentrun.dev/api/rest"
 )
 
-// TestTop: percentages are of the time between two looks, of the same machine;
-// what costs most comes first.
+// TestTop: percentages are of the time between two looks at the same machine.
+// The sandbox with the highest cost comes first.
 func TestTop(t *testing.T) {
 	at := time.Unix(1000, 0)
 	stats := func(name string, cpu time.Duration, own int64, at time.Time) rest.SandboxStats {

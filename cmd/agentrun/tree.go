@@ -34,7 +34,7 @@ func newTreeCommand() *cobra.Command {
 	return cmd
 }
 
-// family is a sandbox and what continues from it.
+// family is a sandbox with those that continue from it.
 type family struct {
 	rest.Sandbox
 	children []*family

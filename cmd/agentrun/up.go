@@ -58,7 +58,7 @@ type upOptions struct {
 	format   string
 	network  string
 	nodeID   string
-	// cluster and code are in the ids of sandboxes.
+	// cluster and code become part of the ids of sandboxes.
 	cluster, code string
 	// reserveGiven says that reserve is not the default.
 	reserveGiven bool
@@ -221,7 +221,8 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 		fmt.Fprintf(stderr, "agentrun: serving gRPC on %s, to certificates of %s\n", a, o.nodeTLS.CA)
 	}
 	sayDoors(stderr, d.Doors())
-	// Under systemd (Type=notify) it is up now; elsewhere nobody is told.
+	// Under systemd (Type=notify) the service is started now; without systemd
+	// this has no effect.
 	if _, err := daemon.SdNotify(false, daemon.SdNotifyReady); err != nil {
 		return errors.Join(fmt.Errorf("tell systemd: %w", err), d.Close())
 	}
@@ -231,8 +232,8 @@ func (o *upOptions) run(ctx context.Context, stderr io.Writer) error {
 	return d.Serve(ctx)
 }
 
-// networkFile is where the settings of the network are. A file that was named must be
-// there; the default one may come later.
+// networkFile is the path of the network's settings. A file that the flag names must
+// exist; the default one may be created later.
 func (o *upOptions) networkFile() (string, error) {
 	if o.network == "" {
 		return defaultFile("network.yaml"), nil
@@ -243,7 +244,7 @@ func (o *upOptions) networkFile() (string, error) {
 	return o.network, nil
 }
 
-// sayDoors tells what clients over TCP need.
+// sayDoors prints the information that clients over TCP need.
 func sayDoors(w io.Writer, d forkd.Doors) {
 	if d.Insecure {
 		fmt.Fprintln(w, "agentrun: WARNING: --insecure-http: whoever is on the way can read API keys and everything else, and use them")
@@ -268,7 +269,7 @@ func newLog(w io.Writer, format string, level slog.Level) (*slog.Logger, error) 
 	return nil, fmt.Errorf("--log-format %q: write json or text", format)
 }
 
-// defaultCapacity leaves a fifth of the machine to others.
+// defaultCapacity leaves a fifth of the machine's memory to other programs.
 func defaultCapacity() (uint64, error) {
 	var info unix.Sysinfo_t
 	if err := unix.Sysinfo(&info); err != nil {
@@ -336,7 +337,7 @@ func daemonProcess(ctx context.Context, socket string) (procid.ID, error) {
 	if err != nil {
 		return procid.ID{}, err
 	}
-	defer func() { _ = conn.Close() }() // nothing was said
+	defer func() { _ = conn.Close() }() // only asked for its peer
 	raw, err := conn.(*net.UnixConn).SyscallConn()
 	if err != nil {
 		return procid.ID{}, err

@@ -1,5 +1,5 @@
-// Command bench measures AgentRun on this machine, beside the floor that KVM or
-// runsc sets.
+// Command bench measures AgentRun on this machine, and the floor of KVM or
+// runsc in the same run.
 package main
 
 import (

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// TestRequired: help says which flags a command does not run without.
+// TestRequired: the help says which flags a command requires.
 func TestRequired(t *testing.T) {
 	for command, flag := range map[string]string{
 		"boot": "--rootfs", "claim": "--rootfs", "wake": "--rootfs", "peers": "--rootfs", "exec": "--image", "fanout": "--image",

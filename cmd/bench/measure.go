@@ -27,7 +27,8 @@ func (o *options) flags(f *pflag.FlagSet) {
 	f.BoolVar(&o.json, "json", false, "print JSON")
 }
 
-// rootFlags are for benchmarks of root filesystems; what says what is to be in it.
+// rootFlags are for benchmarks of root filesystems. what is the help text about
+// the required content of the root filesystem.
 func (o *options) rootFlags(f *pflag.FlagSet, guest *bench.Guest, what string) {
 	f.StringVar(&o.rootfs, "rootfs", "", "folder with a root filesystem"+what+", or an EROFS image of one")
 	f.IntVar(&guest.VCPUs, "cpus", guest.VCPUs, "processors of a sandbox")
@@ -57,7 +58,7 @@ func (o *options) checkGuest(guest string) error {
 	return nil
 }
 
-// report is what every benchmark returns.
+// report is the result of a benchmark.
 type report interface{ Print(io.Writer) error }
 
 // measure completes a guest by the flags, runs a benchmark with it and prints its
@@ -92,7 +93,7 @@ func (o *options) print(w io.Writer, r report) error {
 	return e.Encode(r)
 }
 
-// require has a command refuse to run without a flag, and says so in its help.
+// require makes a flag required, and says so in its help.
 func require(cmd *cobra.Command, flag string) {
 	if err := cmd.MarkFlagRequired(flag); err != nil {
 		panic(err) // the caller has defined the flag

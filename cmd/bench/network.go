@@ -54,7 +54,7 @@ All of it happens in a network namespace of its own, and needs root.`,
 	return cmd
 }
 
-// insideFlag is given to the program when it starts itself again.
+// insideFlag is passed to the program when it starts itself again.
 const insideFlag = "in-own-network"
 
 func checkNetworkFlags(cfg bench.NetworkConfig) error {

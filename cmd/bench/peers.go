@@ -67,8 +67,8 @@ A peer that cannot run is named with the reason.`,
 	return cmd
 }
 
-// peerPaths makes paths absolute, as Firecracker runs in another folder. Only
-// microsandbox needs the root filesystem as a folder.
+// peerPaths makes paths absolute, because Firecracker runs in another folder.
+// Only microsandbox needs the root filesystem as a folder.
 func peerPaths(cfg *peers.Config, rootfs string) (err error) {
 	if cfg.Root != rootfs {
 		cfg.RootDir = rootfs

@@ -8,20 +8,21 @@ import (
 	"agentrun.dev/internal/network/policy"
 )
 
-// Egress is what a sandbox may connect to. The zero Egress allows nothing.
+// Egress says where a sandbox may connect to. The zero Egress allows nothing.
 type Egress struct {
 	// Bounds are policies that the sandbox cannot leave: its template's, and those
-	// that held for the sandboxes that it was forked from.
+	// that applied to the sandboxes that it was forked from.
 	Bounds policy.Set `json:"bounds,omitempty"`
-	// Own is the sandbox's own policy within these, which can be replaced while it
-	// runs; nil adds nothing to them.
+	// Own is the sandbox's own policy within Bounds. It can be replaced while the
+	// sandbox runs; nil adds no rule.
 	Own *policy.Policy `json:"own,omitempty"`
-	// Lineage is what the network of a hibernated sandbox knew; nil while it has a
-	// machine.
+	// Lineage is the knowledge of a hibernated sandbox's network; nil while the
+	// sandbox has a machine.
 	Lineage *Lineage `json:"lineage,omitempty"`
 }
 
-// EgressOf is that of a sandbox of a template, with the policy that a claim asks for.
+// EgressOf is the Egress of a sandbox of a template, with the policy that a claim
+// asks for.
 func EgressOf(template, claim *policy.Policy) Egress {
 	bound := policy.Policy{Egress: policy.DenyByDefault}
 	if template != nil {
@@ -30,7 +31,7 @@ func EgressOf(template, claim *policy.Policy) Egress {
 	return Egress{Bounds: policy.Set{bound}, Own: claim}
 }
 
-// Policies are all that hold, the widest first.
+// Policies are all that apply, the widest first.
 func (e Egress) Policies() (policy.Set, error) {
 	if e.Own == nil {
 		return e.Bounds, nil
@@ -42,8 +43,8 @@ func (e Egress) Policies() (policy.Set, error) {
 	return set, nil
 }
 
-// CheckOwn refuses a policy of a sandbox's own that asks for something where its bounds
-// allow nothing at all. Elsewhere the bounds decide about each connection.
+// CheckOwn refuses a policy of a sandbox's own that allows something if its bounds
+// allow nothing. Otherwise the bounds decide about each connection.
 func (e Egress) CheckOwn(own *policy.Policy) error {
 	if own == nil || !(policy.Set{*own}).AllowsSomething() || e.Bounds.AllowsSomething() {
 		return nil
@@ -51,28 +52,29 @@ func (e Egress) CheckOwn(own *policy.Policy) error {
 	return Invalid("networkPolicy", "the template allows nothing, so a claim, a fork or a change of the policy cannot: give the template a networkPolicy that does")
 }
 
-// Narrowed is that of a fork: what holds for its source bounds it, and p if it is
-// not nil.
+// Narrowed is the Egress of a fork. Its bounds are the policies of its source.
+// Its own policy is p, which may be nil.
 func (e Egress) Narrowed(p *policy.Policy) (Egress, error) {
 	bounds, err := e.Policies()
 	out := Egress{Bounds: bounds, Own: p}
 	return out, errors.Join(err, out.CheckOwn(p))
 }
 
-// Lineage is what the network of a sandbox hands to those that continue from it.
+// Lineage is passed from the network of a sandbox to those that continue from
+// the sandbox.
 type Lineage struct {
-	// Connections are those that the sandbox had. Whoever continues from it still
-	// has their sockets, and is told that they are gone.
+	// Connections are those that the sandbox had. A sandbox that continues from
+	// it still has their sockets, and its network tells it that they are gone.
 	Connections []Connection `json:"connections,omitempty"`
-	// Pins are the names that the sandbox got addresses for.
+	// Pins are the addresses that the sandbox got for names.
 	Pins []Pin `json:"pins,omitempty"`
-	// Wildcards are what the sandbox asked DNS for below wildcards of its policies, which
-	// is bounded for it together with those that continue from it.
+	// Wildcards count the names that the sandbox asked DNS for below wildcards of its
+	// policies. One bound applies to it together with those that continue from it.
 	Wildcards []Wildcard `json:"wildcards,omitempty"`
 }
 
-// Wildcard is how many names below a pattern a sandbox asked for since Began, and the sum
-// of their lengths.
+// Wildcard counts the names below a pattern that a sandbox has asked for since Began.
+// Bytes is the sum of their lengths.
 type Wildcard struct {
 	Pattern string    `json:"pattern"`
 	Began   time.Time `json:"began"`
@@ -94,40 +96,41 @@ type Pin struct {
 	Internal bool `json:"internal,omitempty"`
 }
 
-// Traffic is one line of the log of a sandbox's network: a connection, or one that was
-// refused.
+// Traffic is one line of the log of a sandbox's network: a connection, or a refused
+// attempt.
 type Traffic struct {
 	// Seq counts up from 1.
 	Seq uint64
-	// Time is when the connection was asked for, Ended when the entry was written.
+	// Time is when the sandbox requested the connection. Ended is when the entry
+	// was written.
 	Time, Ended time.Time
 	// Protocol is tcp, udp or dns.
 	Protocol string
-	// Name is what the connection was for, if that is known.
+	// Name is the name that the sandbox wanted to connect to, if it is known.
 	Name string
-	// Address is where the sandbox wanted to connect to; Remote is what was dialled
-	// instead, if the name has moved since.
+	// Address is the address that the sandbox requested. Remote is the one that was
+	// dialled instead, if the name has moved since.
 	Address, Remote netip.AddrPort
 	// Sent and Received are bytes, as the sandbox sees them.
 	Sent, Received uint64
-	// Rule has decided, Kind is its kind, and Reason says why in words.
+	// Rule decided, Kind is its kind, and Reason gives the reason in words.
 	Rule, Kind, Reason string
-	// Outcome is how it ended: open, closed, reset by remote, reset by sandbox, refused,
-	// failed or cut.
+	// Outcome is one of open, closed, reset by remote, reset by sandbox, refused, failed
+	// or cut.
 	Outcome string
-	// Repeated is how many further attempts were refused in the same way.
+	// Repeated counts further attempts that were refused in the same way.
 	Repeated uint64
 }
 
 // TrafficRequest asks for the log of a sandbox's network from an entry on. The first
-// of all is 1, and so is 0. The answer has at most Max entries. If there is none yet, it
-// comes after Wait at the latest.
+// entry is 1, and 0 means the same. The answer has at most Max entries. While there are
+// no entries, the answer waits for at most Wait.
 type TrafficRequest struct {
 	Key
 	From uint64
 	Max  int
 	Wait time.Duration
-	// Open asks for the connections that are open, too.
+	// Open asks for the open connections, too.
 	Open bool
 }
 
@@ -152,9 +155,10 @@ func (r TrafficRequest) Validate() error {
 // TrafficPage is a part of the log.
 type TrafficPage struct {
 	Entries []Traffic
-	// Next is where the next request begins; Lost is how many entries were dropped
-	// before they were read.
+	// Next is where the next request begins. Lost counts the entries that were
+	// dropped before they were read.
 	Next, Lost uint64
-	// Open are connections that go on, the oldest first. They have no number yet.
+	// Open are the connections that are still open, the oldest first. They have
+	// no number yet.
 	Open []Traffic
 }

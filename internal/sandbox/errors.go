@@ -21,11 +21,11 @@ const (
 	CodePortClosed    Code = "port_closed"
 	CodeUnimplemented Code = "unimplemented"
 	CodeClosing       Code = "shutting_down"
-	// CodeTooOld says that changes since a resource version are not kept any more,
-	// CodeOtherState that the node has never given it.
+	// CodeTooOld says that changes since a resource version are not kept any more.
+	// CodeOtherState says that the node has never issued that resource version.
 	CodeTooOld     Code = "too_old"
 	CodeOtherState Code = "other_state"
-	// CodeCordoned says that a node takes nothing new.
+	// CodeCordoned says that a node makes no sandboxes.
 	CodeCordoned Code = "cordoned"
 	CodeInternal Code = "internal"
 )
@@ -33,9 +33,9 @@ const (
 // Error is an error as people and programs see it.
 type Error struct {
 	Code Code `json:"code"`
-	// Message names the thing and what is wrong with it.
+	// Message names the thing and the fault.
 	Message string `json:"message"`
-	// Cause is why, Remediation what to do; both may be empty.
+	// Cause is the reason, Remediation the next step; both may be empty.
 	Cause       string `json:"cause,omitempty"`
 	Remediation string `json:"remediation,omitempty"`
 
@@ -58,7 +58,7 @@ func (e *Error) Because(format string, args ...any) *Error {
 	return e
 }
 
-// Try adds what to do.
+// Try adds the next step.
 func (e *Error) Try(format string, args ...any) *Error {
 	e.Remediation = fmt.Sprintf(format, args...)
 	return e
@@ -86,8 +86,8 @@ func (e *Error) Is(target error) bool {
 // HasCode reports whether err is, or wraps, an Error with this code.
 func HasCode(err error, code Code) bool { return errors.Is(err, &Error{Code: code}) }
 
-// NotFound is the error for an object that does not exist, or that whoever asks
-// may not know of.
+// NotFound is the error for an object that does not exist, or that the
+// principal may not know of.
 func NotFound(kind Kind, k Key) *Error {
 	return Errorf(CodeNotFound, "%s %s does not exist in namespace %s", kind, k.Name, k.Namespace).
 		Try("`agentrun get %s -n %s` lists those that do", kind.plural(), k.Namespace)

@@ -7,32 +7,36 @@ import (
 	"agentrun.dev/internal/network/policy"
 )
 
-// ForkSpec is what a fork asks for.
+// ForkSpec is the request of a fork.
 type ForkSpec struct {
 	Source   Name
 	Replicas int
-	// NetworkPolicy narrows the source's for the children; nil leaves it as it is.
+	// NetworkPolicy narrows the source's policy for the children; nil leaves it
+	// unchanged.
 	NetworkPolicy *policy.Policy
-	// Children has one entry for each of them, or none at all.
+	// Children is empty, or has one entry for each child.
 	Children []ForkChild
-	// Atomic makes all children, or none.
+	// Atomic makes either all children or no child.
 	Atomic bool
-	// Checkpoint is the name of a checkpoint of the same instant; empty makes none.
+	// Checkpoint is the name of a checkpoint of the same instant; empty makes no
+	// checkpoint.
 	Checkpoint Name
 }
 
-// ForkChild is what one child is to be.
+// ForkChild is the request of one child.
 type ForkChild struct {
-	// Name is empty for <fork>-<number>.
+	// Name defaults to <fork>-<number>.
 	Name Name
-	// Owner is the object of a controller that the child is for. All children have one, or
-	// none has: then the fork is known by its name and its owners if it comes again.
+	// Owner is the object of a controller that the child is for. Either all children have
+	// owners or no child has. If they have, a repeated request is recognized by the fork's
+	// name and the owners.
 	Owner UID
-	// Token is the hash of the child's token; empty leaves that to the node.
+	// Token is the hash of the child's token. If it is empty, the node makes a
+	// token.
 	Token TokenHash
 }
 
-// Child is what the child of a number, counted from 0, is to be.
+// Child returns the request of a child by its number, counted from 0.
 func (f ForkSpec) Child(fork Name, i int) (c ForkChild) {
 	if i < len(f.Children) {
 		c = f.Children[i]
@@ -46,7 +50,7 @@ func (f ForkSpec) Child(fork Name, i int) (c ForkChild) {
 // Owned reports whether the children have owners.
 func (f ForkSpec) Owned() bool { return len(f.Children) > 0 && f.Children[0].Owner != "" }
 
-// ValidateAs refuses children that a fork of a name cannot have.
+// ValidateAs checks the children for a fork of this name.
 func (f ForkSpec) ValidateAs(fork Name) error {
 	if len(f.Children) != 0 && len(f.Children) != f.Replicas {
 		return Invalid("children", "there are %d of them, and %d replicas", len(f.Children), f.Replicas)
@@ -72,7 +76,7 @@ func (f ForkSpec) ValidateAs(fork Name) error {
 	return nil
 }
 
-// ForkOutcome is what became of one child.
+// ForkOutcome is the outcome of one child.
 type ForkOutcome struct {
 	Name    Name   `json:"name"`
 	ID      ID     `json:"id,omitempty"`
@@ -90,18 +94,21 @@ type Fork struct {
 	Created  time.Time     `json:"created"`
 	Phase    Phase         `json:"phase"`
 	Children []ForkOutcome `json:"children,omitempty"`
-	// Pause is for how long the source stood still.
+	// Pause is the time for which the source was paused.
 	Pause time.Duration `json:"pause,omitempty"`
-	// By is who asked for it, HoldsSecrets whether the children have secrets.
+	// By is the principal of the request. HoldsSecrets says that the children
+	// have secrets.
 	By           Principal `json:"by,omitempty"`
 	HoldsSecrets bool      `json:"holdsSecrets,omitempty"`
-	// Checkpoint is of the same instant; empty is none.
+	// Checkpoint is of the same instant; it is empty if the fork made no
+	// checkpoint.
 	Checkpoint Name `json:"checkpoint,omitempty"`
-	// Asked has a digest of each field that a fork whose children have owners has set.
+	// Asked has a digest of each field that the request has set, if the children have
+	// owners.
 	Asked map[string]string `json:"asked,omitempty"`
 }
 
-// Identity is that of a fork, which has no id.
+// Identity returns that of a fork, which has no id.
 func (f Fork) Identity() Identity {
 	return Identity{Kind: KindFork, Key: f.Key, Version: f.ResourceVersion}
 }

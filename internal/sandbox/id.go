@@ -7,9 +7,9 @@ import (
 	"strings"
 )
 
-// ID identifies a sandbox or a machine, for ever. There are two forms, each of one length, and
-// none is a prefix of another: 20 random characters, or codes, which begin with a character
-// that the others never have, and 20 random characters.
+// ID identifies a sandbox or a machine, for ever. It has one of two forms: 20 random
+// characters, or codes followed by 20 random characters. Each form has one length. Codes begin
+// with a character that random characters never include, so no id is a prefix of another.
 type ID string
 
 const (
@@ -19,13 +19,13 @@ const (
 	codesLength   = 1 + clusterLength + nodeLength
 
 	idAlphabet = "abcdefghijklmnopqrstuvwxyz234567"
-	// codePad fills codes up, from the left. No code begins with it.
+	// codePad pads codes on the left. No code begins with it.
 	codePad = "0"
 )
 
 var idText = base32.NewEncoding(idAlphabet).WithPadding(base32.NoPadding)
 
-// NewID makes an id up: 100 random bits.
+// NewID makes a random id of 100 bits.
 func NewID() ID {
 	var b [13]byte
 	_, _ = rand.Read(b[:]) // never fails
@@ -46,8 +46,8 @@ func ParseID(s string) (ID, error) {
 	return ID(s), nil
 }
 
-// Codes say where a sandbox was made. They are a hint for those who look for it and nothing
-// more: a sandbox that moves keeps its id. The zero value is none.
+// Codes say where a sandbox was made. They are only a hint where to look for it, because a
+// sandbox that moves keeps its id. The zero value means that an id has no codes.
 type Codes struct{ Cluster, Node string }
 
 var (
@@ -55,7 +55,8 @@ var (
 	nodeCode    = regexp.MustCompile(`^[a-z1-9][a-z0-9]{0,11}$`)
 )
 
-// ParseCodes checks the codes of a cluster and of a node in it; both are empty, or neither.
+// ParseCodes checks the codes of a cluster and of a node in it. Either both are empty or
+// both are set.
 func ParseCodes(cluster, node string) (Codes, error) {
 	switch {
 	case cluster == "" && node == "":
@@ -70,7 +71,7 @@ func ParseCodes(cluster, node string) (Codes, error) {
 	return Codes{cluster, node}, nil
 }
 
-// NewID makes up an id that has the codes.
+// NewID makes a random id with the codes.
 func (c Codes) NewID() ID {
 	if c == (Codes{}) {
 		return NewID()
@@ -79,7 +80,7 @@ func (c Codes) NewID() ID {
 	return ID(codePad+pad(c.Cluster, clusterLength)+pad(c.Node, nodeLength)) + NewID()
 }
 
-// Codes are those that an id has, if it has any.
+// Codes returns the codes of an id, if it has any.
 func (id ID) Codes() (c Codes, found bool) {
 	if len(id) != codesLength+randomLength {
 		return c, false

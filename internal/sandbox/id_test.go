@@ -44,8 +44,8 @@ func TestCodesThatAreNone(t *testing.T) {
 	}
 }
 
-// FuzzParseID: what is an id is so as it was given, has one of two lengths and characters that
-// are safe in paths and host names.
+// FuzzParseID: an id is valid without any conversion. It has one of two lengths, and its
+// characters are safe in paths and host names.
 func FuzzParseID(f *testing.F) {
 	f.Add(string(NewID()))
 	f.Add(string(Codes{"c1", "n1"}.NewID()))

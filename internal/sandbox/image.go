@@ -21,14 +21,14 @@ type Image struct {
 	// Published says that all namespaces may use it.
 	Published bool
 	Platform  string
-	// Size is what it takes on the node's disk, in bytes.
+	// Size is its size on the node's disk, in bytes.
 	Size uint64
-	// Stored is since when it is there.
+	// Stored is the time at which it was stored.
 	Stored time.Time
 }
 
-// maxImageName is the length of the longest name of an image, maxImageNames how many names
-// one call may give.
+// maxImageName is the length of the longest name of an image. maxImageNames is the
+// greatest number of names in one call.
 const (
 	maxImageName  = 1024
 	maxImageNames = 32
@@ -36,15 +36,17 @@ const (
 
 // PublishRequest lets all namespaces use an image.
 type PublishRequest struct {
-	// Namespace is whose names are looked at first; empty is nobody's.
+	// Namespace is the namespace whose names are looked up first; if it is empty, no
+	// namespace's names are.
 	Namespace Namespace
 	// Image is a name, or a digest.
 	Image string
-	// Names are what it is published as; none is the name that it was found by.
+	// Names are the names to publish it as; empty publishes it under the name
+	// that it was found by.
 	Names []string
 }
 
-// Validate refuses what no image is called.
+// Validate refuses names that no image can have.
 func (r PublishRequest) Validate() error {
 	if len(r.Names) > maxImageNames {
 		return Invalid("names", "%d are more than %d", len(r.Names), maxImageNames)
@@ -59,8 +61,8 @@ func (r PublishRequest) Validate() error {
 
 var imageName = regexp.MustCompile(`^[-A-Za-z0-9._:/@\[\]]+$`)
 
-// ValidImageName refuses what no image is called. What a name means, the store of images
-// decides.
+// ValidImageName refuses a name that no image can have. The image store decides which
+// image a name refers to.
 func ValidImageName(field, name string) error {
 	if len(name) > maxImageName || !imageName.MatchString(name) {
 		return Invalid(field, "%s is no name of an image, and no digest", Quote(name))
@@ -74,12 +76,13 @@ type RegistryHost string
 // maxRegistryHost is the length of the longest host.
 const maxRegistryHost = 128
 
-// dockerHub is what Docker's registry is called in names of images.
+// dockerHub is the host of Docker's registry in names of images.
 const dockerHub = "index.docker.io"
 
 var hostName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)*$`)
 
-// ParseRegistryHost checks a host. That of Docker's registry may be written docker.io.
+// ParseRegistryHost checks a host. The host of Docker's registry may be written
+// docker.io.
 func ParseRegistryHost(s string) (RegistryHost, error) {
 	if s == "docker.io" {
 		return dockerHub, nil
@@ -105,8 +108,8 @@ func ParseRegistryHost(s string) (RegistryHost, error) {
 	return RegistryHost(s), nil
 }
 
-// RegistryLogin is what anybody may know of a namespace's credentials for a registry: never
-// the password.
+// RegistryLogin is the public part of a namespace's credentials for a registry: never the
+// password.
 type RegistryLogin struct {
 	Namespace Namespace
 	Registry  RegistryHost
@@ -117,21 +120,22 @@ type RegistryLogin struct {
 // Password is never shown.
 type Password string
 
-// String tells nothing of it.
+// String never shows the password.
 func (Password) String() string { return "Password{…}" }
 
-// GoString is what %#v prints.
+// GoString serves %#v.
 func (p Password) GoString() string { return p.String() }
 
-// LogValue is what a log gets.
+// LogValue serves logs.
 func (p Password) LogValue() slog.Value { return slog.StringValue(p.String()) }
 
-// MarshalJSON refuses: only what is sealed is written, and nothing is answered.
+// MarshalJSON always fails: a password is only stored sealed, and never part of
+// an answer.
 func (Password) MarshalJSON() ([]byte, error) {
 	return nil, errors.New("a password is not written as JSON")
 }
 
-// RegistryCredentials are what a registry knows a namespace by.
+// RegistryCredentials identify a namespace to a registry.
 type RegistryCredentials struct {
 	Username string
 	Password Password
@@ -144,7 +148,8 @@ const (
 	maxPassword       = 16 << 10
 )
 
-// Validate refuses what no header can carry. The error has no part of the password.
+// Validate refuses credentials that no header can carry. The error includes no part
+// of the password.
 func (c RegistryCredentials) Validate() error {
 	control := func(r rune) bool { return r < ' ' && r != '\n' && r != '\r' && r != '\t' || r == 0x7f }
 	switch {
@@ -164,13 +169,14 @@ func SortedLogins(list []RegistryLogin) []RegistryLogin {
 
 type administersKey struct{}
 
-// WithAdministering says that whoever asks administers the node.
+// WithAdministering says that the principal of the request administers the
+// node.
 func WithAdministering(ctx context.Context) context.Context {
 	return context.WithValue(ctx, administersKey{}, true)
 }
 
-// Administers reports whether whoever asks administers the node, and may know what the
-// errors that tenants get leave out.
+// Administers reports whether the principal of the request administers the node. An
+// administrator also sees the details that errors for tenants leave out.
 func Administers(ctx context.Context) bool {
 	may, _ := ctx.Value(administersKey{}).(bool)
 	return may

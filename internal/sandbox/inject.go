@@ -12,8 +12,8 @@ import (
 	"agentrun.dev/internal/network/policy"
 )
 
-// Inject says that a value is never inside of a sandbox: it is put into a header of requests
-// to one host, on their way out.
+// Inject says that a value never enters a sandbox. It is put into a header of the sandbox's
+// requests to one host, on their way out.
 type Inject struct {
 	// Host is a DNS name; requests go to its port 443.
 	Host   string `json:"host"`
@@ -22,25 +22,25 @@ type Inject struct {
 	Format string `json:"format,omitempty"`
 }
 
-// injectSlot is where a format has the value.
+// injectSlot is the place of the value in a format.
 const injectSlot = "{}"
 
-// Bounds of what a claim says about injected values.
+// Bounds of an Inject.
 const (
 	maxInjectHeader = 128
 	maxInjectFormat = 256
 )
 
-// reservedHeaders are those that HTTP itself needs, or takes out on the way.
+// reservedHeaders are those that HTTP itself needs, or that proxies remove.
 var reservedHeaders = []string{
 	"Connection", "Content-Length", "Expect", "Host", "Http2-Settings", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization",
 	"Proxy-Connection", "Te", "Trailer", "Transfer-Encoding", "Upgrade",
 }
 
-// HostName is the host as policies have it.
+// HostName returns the host in the form that policies use.
 func (i Inject) HostName() (policy.Name, error) { return policy.ParseName(i.Host) }
 
-// FormatOrSlot is the format, completed.
+// FormatOrSlot returns the format, or its default.
 func (i Inject) FormatOrSlot() string {
 	if i.Format == "" {
 		return injectSlot
@@ -48,7 +48,7 @@ func (i Inject) FormatOrSlot() string {
 	return i.Format
 }
 
-// Validate refuses what no request can carry.
+// Validate refuses an Inject that no request can carry.
 func (i *Inject) Validate() error {
 	if i == nil {
 		return nil
@@ -69,32 +69,35 @@ func (i *Inject) Validate() error {
 	return nil
 }
 
-// notToken is true for what a header's name cannot have. RFC 9110 §5.6.2 has more; servers that
-// follow CGI cannot tell _ from -.
+// notToken is true for characters that a header's name cannot have here. RFC 9110 §5.6.2 allows
+// more of them, but servers that follow CGI cannot tell _ from -.
 func notToken(r rune) bool {
 	return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && r != '-'
 }
 
 func notPrintable(r rune) bool { return r < ' ' || r > '~' }
 
-// Placeholder is what a sandbox has in place of an injected value. It is no secret.
-// No secret's name has a dot.
+// Placeholder is the text that a sandbox has in place of an injected value. It is
+// not secret. The name of a secret never has a dot.
 func (r SecretRef) Placeholder() string {
 	return "agentrun-injected." + string(r.Secret) + "." + r.Key
 }
 
-// Injects reports whether requests of a sandbox with these references get values put in.
+// Injects reports whether values are put into requests of a sandbox with these
+// references.
 func Injects(refs []SecretRef) bool {
 	return slices.ContainsFunc(refs, func(r SecretRef) bool { return r.Inject != nil })
 }
 
-// NamespaceCA is what anybody may know of the CA that a namespace's sandboxes trust. It is
-// shown to them in place of hosts whose requests get values put in.
+// NamespaceCA is the public part of the CA that a namespace's sandboxes trust. In requests
+// to hosts that get values put in, the sandboxes see certificates of this CA in place of
+// the hosts'.
 type NamespaceCA struct {
 	Namespace Namespace
 	// Certificate is in PEM, Fingerprint its SHA-256, Subject its name.
 	Certificate, Fingerprint, Subject string
-	// Names are the DNS names that the CA is limited to, with what is below; none is all.
+	// Names are the DNS names that the CA is limited to, with all names below them; empty
+	// is no limit.
 	Names   []string
 	Created time.Time
 	Expires time.Time
@@ -103,13 +106,13 @@ type NamespaceCA struct {
 // CAKey is the key of a CA in PEM. Formatting it never shows it.
 type CAKey string
 
-// String tells nothing of the key.
+// String never shows the key.
 func (CAKey) String() string { return "CAKey(…)" }
 
-// GoString is what %#v prints.
+// GoString serves %#v.
 func (k CAKey) GoString() string { return k.String() }
 
-// LogValue is what a log gets.
+// LogValue serves logs.
 func (k CAKey) LogValue() slog.Value { return slog.StringValue(k.String()) }
 
 // CASpec asks for another CA of a namespace: a new one that is limited to Names, or the given
@@ -120,10 +123,11 @@ type CASpec struct {
 	Key         CAKey
 }
 
-// MaxCANames is how many names a CA can be limited to.
+// MaxCANames is the greatest number of names that a CA can be limited to.
 const MaxCANames = 64
 
-// Validate refuses what says neither, or both.
+// Validate refuses a certificate without a key, a key without a certificate,
+// and names beside a certificate.
 func (s CASpec) Validate() error {
 	if (s.Certificate == "") != (s.Key == "") {
 		return Invalid("certificate", "a CA is set with its certificate and its key; one of them is missing")
@@ -142,8 +146,8 @@ func (s CASpec) Validate() error {
 	return nil
 }
 
-// RevisionWith is the revision of a spec whose snapshot has a CA in it, and is made of the image
-// with a digest; either may be empty.
+// RevisionWith is the revision of a spec whose snapshot contains a CA and is made of the image
+// with a digest. Either may be empty.
 func (s TemplateSpec) RevisionWith(fingerprint, image string) string {
 	if fingerprint == "" && image == "" {
 		return s.Digest()

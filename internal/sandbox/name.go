@@ -13,7 +13,7 @@ type Name string
 // Namespace separates objects of different owners. It is a DNS label, too.
 type Namespace string
 
-// DefaultNamespace is taken where none is given.
+// DefaultNamespace is used if no namespace is given.
 const DefaultNamespace Namespace = "default"
 
 var label = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`)
@@ -28,10 +28,10 @@ func ParseName(s string) (Name, error) {
 	return Name(s), nil
 }
 
-// maxBase leaves room for what NewName and a fork add to a name.
+// maxBase leaves room for the suffix that NewName or a fork adds to a name.
 const maxBase = 48
 
-// NewName makes a name up that begins with base.
+// NewName makes a random name that begins with base.
 func NewName(base Name) Name {
 	cut := strings.TrimRight(string(base[:min(len(base), maxBase)]), "-")
 	return Name(cut + "-" + string(NewID()[:6]))

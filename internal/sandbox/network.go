@@ -4,15 +4,15 @@ import (
 	"agentrun.dev/internal/network/policy"
 )
 
-// NetworkMode is whether a template's sandboxes have a network interface. Empty is
-// that they have one. Forks cannot gain one: it is part of the snapshot.
+// NetworkMode says whether a template's sandboxes have a network interface. If it
+// is empty, they have one. Forks cannot gain one: it is part of the snapshot.
 type NetworkMode string
 
 // NetworkNone is the mode of sandboxes without an interface.
 const NetworkNone NetworkMode = "none"
 
-// ParseNetworkPolicy reads the policy of a field. An empty field is a policy that is not
-// a part of something else.
+// ParseNetworkPolicy reads the policy of a field. field is empty for a policy that is
+// not part of another object.
 func ParseNetworkPolicy(field, egress string, allow, deny []string) (*policy.Policy, error) {
 	p, err := policy.Parse(egress, allow, deny)
 	if err != nil && field == "" {

@@ -18,8 +18,8 @@ var plain = TemplateSpec{
 
 const plainRevision = "5fa2487253efba22"
 
-// TestRevisionOfNetwork: what a snapshot depends on changes the revision, and what
-// sandboxes may connect to does not.
+// TestRevisionOfNetwork: settings that a snapshot depends on change the revision.
+// The policy of the sandboxes does not.
 func TestRevisionOfNetwork(t *testing.T) {
 	if got := plain.Digest(); got != plainRevision {
 		t.Errorf("the revision of a template that says nothing about the network is %s, and was %s", got, plainRevision)
@@ -65,7 +65,7 @@ func TestNetworkInJournal(t *testing.T) {
 	}
 }
 
-// TestValidateNetwork: what is not valid is refused by name.
+// TestValidateNetwork: an error names the invalid field.
 func TestValidateNetwork(t *testing.T) {
 	with := func(change func(*TemplateSpec)) TemplateSpec { s := plain; change(&s); return s }
 	claim := func(p *policy.Policy) ClaimSpec { return ClaimSpec{Pool: "p", NetworkPolicy: p} }

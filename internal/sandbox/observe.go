@@ -6,11 +6,11 @@ import (
 	"time"
 )
 
-// Op is something that takes time and that an Observer is told about.
+// Op is an operation that takes time and that an Observer is told about.
 type Op string
 
-// The operations. The first six are the manager's; the others are done by those
-// who use a sandbox.
+// The operations. The manager does the first six, and clients of a sandbox do
+// the others.
 const (
 	OpClaim     Op = "claim"     // until the sandbox has answered
 	OpFork      Op = "fork"      // one machine of a template's snapshot, until it is ready
@@ -27,38 +27,39 @@ const (
 // Work is one such operation.
 type Work struct {
 	Op Op
-	// Pool is what the sandbox came from; that of a build is not set.
+	// Pool is the pool that the sandbox came from; a build has no pool.
 	Pool Key
-	// Template and Stage are those of a build.
+	// Template and Stage are set for a build only.
 	Template Key
 	Stage    Stage
-	// Sandbox is whom it is about, if there is one yet.
+	// Sandbox is the id of the sandbox, if there is one yet.
 	Sandbox ID
 }
 
-// Outcome is what became of it.
+// Outcome is the outcome of an operation.
 type Outcome struct {
 	Err error
 	// Waited says that a claim got a sandbox that was ready.
 	Waited bool
-	// Children and Failed are how many forks there are, and how many there are
-	// not; Live is what they cost their source. All are of OpLiveFork.
+	// Children counts the children that were made, Failed those that were not.
+	// Live is the cost for their source. All are set for OpLiveFork only.
 	Children, Failed int
 	Live             LiveForkStats
 }
 
-// LiveForkStats is what a live fork cost its source.
+// LiveForkStats is the cost of a live fork for its source.
 type LiveForkStats struct {
-	// Pause is for how long the source stood still, LongestWait for how long one of
-	// its writes to memory waited at most.
+	// Pause is the time for which the source was paused. LongestWait is the longest
+	// time that one of its writes to memory waited.
 	Pause, LongestWait time.Duration
 }
 
-// Observer is told what happens, for those who count and measure. Its methods
-// are called from many goroutines at once, and must neither wait nor call back.
+// Observer is told about operations and events, to count and measure them. Its
+// methods are called from many goroutines at once, and must neither wait nor
+// call back.
 type Observer interface {
-	// Begin is called when an operation begins, and what it returns when it has
-	// ended. The operation goes on with the context.
+	// Begin is called when an operation begins. The operation continues with
+	// the returned ctx, and calls the returned function when it has ended.
 	Begin(ctx context.Context, w Work) (context.Context, func(Outcome))
 	// Ended is called when a sandbox of a pool has ended.
 	Ended(pool Key, why Reason)
@@ -68,7 +69,8 @@ type Observer interface {
 	Journaled(took time.Duration)
 }
 
-// Observers makes one observer of several; of none, one that does nothing.
+// Observers combines several observers. Without arguments it returns an
+// observer that does nothing.
 func Observers(all ...Observer) Observer { return observers(all) }
 
 type observers []Observer
@@ -103,8 +105,8 @@ func (all observers) Journaled(took time.Duration) {
 	}
 }
 
-// Result says in one word what became of an operation: ok, cancelled, or the
-// code of the error.
+// Result describes the outcome of an operation in one word: ok, cancelled, or
+// the code of the error.
 func (o Outcome) Result() string {
 	var own *Error
 	switch {
@@ -118,5 +120,5 @@ func (o Outcome) Result() string {
 	return string(CodeInternal)
 }
 
-// Work is something that is done with the sandbox.
+// Work is an operation on the sandbox.
 func (s Sandbox) Work(op Op) Work { return Work{Op: op, Pool: s.PoolKey(), Sandbox: s.ID} }

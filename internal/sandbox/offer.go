@@ -11,19 +11,20 @@ import (
 	"strings"
 )
 
-// Offer is a template's snapshot as a controller carries it from the node that has built it to
-// one that is to fetch it: all but its content.
+// Offer is a template's snapshot, but for its content, as a controller carries it from the
+// node that has built it to a node that fetches it.
 type Offer struct {
 	Revision string
 	Stage    Stage
-	// Digest is that of the snapshot: of Manifest, which is manifest.json byte for byte.
+	// Digest is the snapshot's digest, which is that of Manifest. Manifest is
+	// manifest.json, byte for byte.
 	Digest   string
 	Manifest []byte
-	// Built is what the build found out, as JSON.
+	// Built is the result of the build, as JSON.
 	Built []byte
 }
 
-// Bounds of what a node is told to fetch.
+// Bounds of a FetchRequest.
 const (
 	maxOffered = 1 << 20 // of Manifest and of Built
 	maxPeers   = 16
@@ -31,14 +32,15 @@ const (
 	maxPack    = 1024
 )
 
-// EncodeBuilt gives what an offer has of a build. What pulling the image cost the node that built
-// is no affair of others.
+// EncodeBuilt encodes the result of a build for an offer. It leaves out Pulled, which concerns
+// only the node that built.
 func EncodeBuilt(b Built) ([]byte, error) {
 	b.Pulled = 0
 	return json.Marshal(b)
 }
 
-// ParseBuilt reads what EncodeBuilt gives. It comes from another node.
+// ParseBuilt reads the text of EncodeBuilt. It comes from another node and is
+// not trusted.
 func ParseBuilt(text []byte) (b Built, err error) {
 	invalid := func(format string, a ...any) (Built, error) {
 		return Built{}, Invalid("offer.built", format, a...)
@@ -74,9 +76,9 @@ func ParseBuilt(text []byte) (b Built, err error) {
 	return b, nil
 }
 
-// PeerAddress is a node that is asked for a snapshot.
+// PeerAddress is the address of a node that is asked for a snapshot.
 type PeerAddress struct {
-	// Address is HOST:PORT, Node the name that its certificate must have.
+	// Address is HOST:PORT. Node is the name that its certificate must have.
 	Address string `json:"address"`
 	Node    string `json:"node"`
 }
@@ -87,15 +89,15 @@ type FetchRequest struct {
 	Spec  TemplateSpec
 	Owner UID
 	Offer Offer
-	// Peers are asked, all of them at once.
+	// Peers are asked all at once.
 	Peers []PeerAddress
-	// Pack is one in an OCI registry that has the snapshot, REGISTRY/NAME:TAG; it is used
-	// where peers do not have all. Empty is none.
+	// Pack names a pack in an OCI registry that has the snapshot: REGISTRY/NAME:TAG. It
+	// is used for parts that the peers do not have. If it is empty, only peers are used.
 	Pack string
 }
 
-// Validate refuses a request that no node can do. What is in the offer is checked by who knows
-// its form.
+// Validate refuses a request that no node can serve. Code that knows the form of the offer
+// checks its content.
 func (r FetchRequest) Validate() error {
 	switch o := r.Offer; {
 	case len(r.Peers) == 0 && r.Pack == "":
@@ -124,9 +126,9 @@ func (r FetchRequest) Validate() error {
 	return r.Spec.Validate()
 }
 
-// FetchOrder is what is left to be done of a build that is fetched.
+// FetchOrder is the rest of the work for a build whose snapshot is fetched.
 type FetchOrder struct {
-	// Digest is that of the snapshot, whose manifest is in a file.
+	// Digest is the snapshot's digest. Its manifest is in a file.
 	Digest string        `json:"digest"`
 	Built  []byte        `json:"built"`
 	Peers  []PeerAddress `json:"peers,omitempty"`

@@ -15,8 +15,8 @@ func builtForOffer() Built {
 	}
 }
 
-// TestParseBuilt: what a build found out comes to another node as it was, without what pulling the
-// image cost; anything else is refused.
+// TestParseBuilt: the result of a build arrives unchanged at another node, but without the size
+// of the pulled image. Anything else is refused.
 func TestParseBuilt(t *testing.T) {
 	want := builtForOffer()
 	with := want
@@ -49,7 +49,8 @@ func TestParseBuilt(t *testing.T) {
 	}
 }
 
-// FuzzBuilt: what is taken of another node's words is what this one would say.
+// FuzzBuilt: a text that is accepted from another node encodes to a text that
+// is accepted, too, and stays the same.
 func FuzzBuilt(f *testing.F) {
 	text, err := EncodeBuilt(builtForOffer())
 	if err != nil {

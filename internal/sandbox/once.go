@@ -7,10 +7,10 @@ import (
 	"regexp"
 )
 
-// Once identifies a request that may come more than once and is to be done once.
+// Once identifies a request that may be repeated but must be done only once.
 type Once struct {
-	Key  string // digest of whose and which request it is
-	Body string // digest of what it asks for
+	Key  string // digest of the principal, the route and its key
+	Body string // digest of the request's body
 }
 
 // NewOnce identifies the request of a principal to a route under a key of the
@@ -21,7 +21,7 @@ func NewOnce(principal, route, key string, body []byte) Once {
 
 var digestText = regexp.MustCompile(`^[0-9a-f]{64}$`)
 
-// ParseOnce checks an identity that others have made.
+// ParseOnce checks an identity that another program has made.
 func ParseOnce(key, body string) (Once, error) {
 	if !digestText.MatchString(key) || !digestText.MatchString(body) {
 		return Once{}, Errorf(CodeInvalid, "the identity of the request is not valid").
@@ -30,8 +30,8 @@ func ParseOnce(key, body string) (Once, error) {
 	return Once{Key: key, Body: body}, nil
 }
 
-// Of is the identity as a request of a principal to a route: what one principal has made
-// up is never that of another.
+// Of binds the identity to a principal and a route, so that identities which two
+// principals chose never collide.
 func (o Once) Of(principal, route string) Once {
 	return Once{Key: digest([]byte(fmt.Sprintf("%q %q identity %q", principal, route, o.Key))), Body: o.Body}
 }
@@ -41,7 +41,7 @@ func digest(b []byte) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// Check refuses a key that was used for something else.
+// Check refuses a key that was used for another request.
 func (o Once) Check(body string) error {
 	if o.Body == body {
 		return nil

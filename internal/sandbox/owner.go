@@ -8,8 +8,7 @@ import (
 	"time"
 )
 
-// UID is what the owner of an object is known by, for ever: that of an object of a
-// controller.
+// UID identifies an owner, an object of a controller, for ever.
 type UID string
 
 var uidText = regexp.MustCompile(`^[A-Za-z0-9-]{1,64}$`)
@@ -22,8 +21,8 @@ func ParseUID(s string) (UID, error) {
 	return UID(s), nil
 }
 
-// TokenHash is the SHA-256 of a token, in hexadecimal: what a node knows of a sandbox's token
-// that it has not made.
+// TokenHash is the SHA-256 of a token, in hexadecimal. If the node has not made a sandbox's
+// token, it knows only this.
 type TokenHash string
 
 var tokenHashText = regexp.MustCompile(`^[0-9a-f]{64}$`)
@@ -37,29 +36,30 @@ func ParseTokenHash(s string) (TokenHash, error) {
 	return TokenHash(s), nil
 }
 
-// HashToken is the hash of a token.
+// HashToken returns the hash of a token.
 func HashToken(token string) TokenHash {
 	sum := sha256.Sum256([]byte(token))
 	return TokenHash(hex.EncodeToString(sum[:]))
 }
 
-// Token is what the token of a request says: the id of a sandbox, if the node derives the
-// token from it, and the hash of it otherwise.
+// Token is the content of a request's token: the id of a sandbox, if the node derives the
+// token from it, and otherwise the token's hash.
 type Token struct {
 	Derived ID
 	Hash    TokenHash
 }
 
-// Precondition says which object a call is for: what is set has to be that of the object.
+// Precondition says which object a call is for. Each field that is set must equal that of
+// the object.
 type Precondition struct {
-	// ID is that of a sandbox or a checkpoint.
+	// ID is the id of a sandbox or a checkpoint.
 	ID    ID
 	Owner UID
 	// Version is the resource version.
 	Version uint64
 }
 
-// Identity is what preconditions are about.
+// Identity has the fields of an object that preconditions are compared with.
 type Identity struct {
 	Kind Kind
 	Key
@@ -68,7 +68,7 @@ type Identity struct {
 	Version uint64
 }
 
-// Meets refuses what a call is not for.
+// Meets refuses a call whose preconditions the object does not meet.
 func (o Identity) Meets(when ...Precondition) error {
 	refuse := func(format string, a ...any) error {
 		return Errorf(CodeConflict, "%s %s is not the one that the call is for", o.Kind, o.Name).Because(format, a...).
@@ -89,25 +89,27 @@ func (o Identity) Meets(when ...Precondition) error {
 	return nil
 }
 
-// Identity is that of a sandbox.
+// Identity returns that of a sandbox.
 func (s Sandbox) Identity() Identity {
 	return Identity{Kind: KindSandbox, Key: s.Key, ID: s.ID, Owner: s.Owner, Version: s.ResourceVersion}
 }
 
 type mayOwnKey struct{}
 
-// WithOwning says that whoever asks may give owners, and change what has one.
+// WithOwning says that the principal of the request may set owners, and change
+// objects that have one.
 func WithOwning(ctx context.Context) context.Context {
 	return context.WithValue(ctx, mayOwnKey{}, true)
 }
 
-// MayOwn reports whether whoever asks may give owners, and change what has one.
+// MayOwn reports whether the principal of the request may set owners, and
+// change objects that have one.
 func MayOwn(ctx context.Context) bool {
 	may, _ := ctx.Value(mayOwnKey{}).(bool)
 	return may
 }
 
-// MayChange refuses to change or delete an object for those who may not because of its owner.
+// MayChange refuses to change or delete an object that has an owner, unless MayOwn.
 func MayChange(ctx context.Context, o Identity) error {
 	if o.Owner == "" || MayOwn(ctx) {
 		return nil
@@ -117,7 +119,7 @@ func MayChange(ctx context.Context, o Identity) error {
 		Try("Change that object, or ask those who run the controller")
 }
 
-// MayGive refuses an owner from those who may not give any.
+// MayGive refuses to set an owner, unless MayOwn.
 func MayGive(ctx context.Context, owner UID) error {
 	if owner == "" || MayOwn(ctx) {
 		return nil
@@ -126,7 +128,8 @@ func MayGive(ctx context.Context, owner UID) error {
 		Try("Leave the owner out, or call with the certificate of a controller")
 }
 
-// CheckExpiry refuses an end time that has passed, or that could not be written; zero is none.
+// CheckExpiry refuses an end time that has passed, or that cannot be written. The zero time is
+// no end.
 func CheckExpiry(at, now time.Time) error {
 	if at.UTC().Year() > 9999 { // it was given with an offset
 		return Invalid("expires", "it is no time of the years 1 to 9999 in UTC")

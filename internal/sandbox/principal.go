@@ -2,24 +2,25 @@ package sandbox
 
 import "context"
 
-// Principal is who asks for something, as the server has found out: `uid:0` is
-// root over the Unix socket.
+// Principal identifies the maker of a request, as the server has authenticated
+// it: `uid:0` is root over the Unix socket.
 type Principal string
 
 type principalKey struct{}
 
-// WithPrincipal says who asks for what is done with the context.
+// WithPrincipal sets the principal of all work that is done with the returned
+// ctx.
 func WithPrincipal(ctx context.Context, p Principal) context.Context {
 	return context.WithValue(ctx, principalKey{}, p)
 }
 
-// PrincipalOf is who asks; empty is nobody that is known.
+// PrincipalOf returns the principal; it is empty if the principal is unknown.
 func PrincipalOf(ctx context.Context) Principal {
 	p, _ := ctx.Value(principalKey{}).(Principal)
 	return p
 }
 
-// Shown is a principal in an error.
+// Shown returns the principal for an error's text.
 func (p Principal) Shown() string {
 	if p == "" {
 		return "somebody unknown"

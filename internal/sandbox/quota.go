@@ -1,20 +1,21 @@
 package sandbox
 
-// Quota bounds what a namespace may use; 0 is no bound.
+// Quota bounds the use of a node by a namespace; 0 is no bound.
 type Quota struct {
 	Namespace Namespace `json:"namespace"`
-	// Memory is what the machines of the namespace may reserve together, those
-	// that wait in pools included, in bytes. A hibernated sandbox reserves none.
+	// Memory bounds the memory that all machines of the namespace reserve
+	// together, including those that wait in pools, in bytes. A hibernated
+	// sandbox reserves no memory.
 	Memory uint64 `json:"memory,omitempty"`
-	// Sandboxes is how many there may be that have not ended, hibernated ones
-	// included. What waits in pools is none yet.
+	// Sandboxes bounds the number of sandboxes that have not ended, including
+	// hibernated ones. Machines that wait in pools do not count.
 	Sandboxes int `json:"sandboxes,omitempty"`
-	// Storage is what templates, hibernated sandboxes and checkpoints of the namespace may
-	// take on disk together, in bytes.
+	// Storage bounds the disk space of templates, hibernated sandboxes and checkpoints of
+	// the namespace together, in bytes.
 	Storage uint64 `json:"storage,omitempty"`
 }
 
-// QuotaUse is what a namespace uses of its quota.
+// QuotaUse is a quota with its current use.
 type QuotaUse struct {
 	Quota
 	UsedMemory    uint64

@@ -2,24 +2,26 @@ package sandbox
 
 import "slices"
 
-// Requests that make an object. Each names the object in Key, and has in Once what
-// it is known by if it comes again; nil is a request that comes once.
+// Requests that make an object. Key names the object. Once identifies a request
+// that may be repeated; nil is a request that is made only once.
 
 // ClaimRequest asks for a sandbox of a pool.
 type ClaimRequest struct {
 	Key
 	Spec ClaimSpec
 	Once *Once
-	// Owner is what the request is known by if it comes again, instead of Once; empty is
-	// none.
+	// Owner identifies a repeated request in place of Once; it is empty if the sandbox
+	// has no owner.
 	Owner UID
-	// Token is the hash of the sandbox's token; empty leaves that to the node.
+	// Token is the hash of the sandbox's token. If it is empty, the node makes
+	// a token.
 	Token TokenHash
-	// Values are those of secrets, by the variables that they become.
+	// Values are values of secrets, by the variables that they become.
 	Values SecretData
 }
 
-// ForkRequest asks for sandboxes that continue from a running one, which meets When.
+// ForkRequest asks for sandboxes that continue from a running one, which must meet
+// When.
 type ForkRequest struct {
 	Key
 	Spec ForkSpec
@@ -27,7 +29,8 @@ type ForkRequest struct {
 	When Precondition
 }
 
-// CheckpointRequest asks to write the sandbox Source to disk, which meets When.
+// CheckpointRequest asks to write the sandbox Source to disk. The sandbox must
+// meet When.
 type CheckpointRequest struct {
 	Key
 	Source Name
@@ -43,29 +46,32 @@ type RestoreRequest struct {
 	Once       *Once
 }
 
-// SandboxesRequest asks for a list of sandboxes; of ended ones, too, with Ended.
+// SandboxesRequest asks for a list of sandboxes. Ended includes those that have
+// ended.
 type SandboxesRequest struct {
 	Namespace Namespace
 	Page      Page
 	Ended     bool
 }
 
-// BuildLogRequest asks for the log of a template's build at a stage; with Follow
-// also for what comes until the build has ended.
+// BuildLogRequest asks for the log of a template's build at a stage. With Follow
+// the answer continues until the build has ended.
 type BuildLogRequest struct {
 	Key
 	Stage  Stage
 	Follow bool
-	// Offset is the byte of the log to begin at. Tail begins at the last so many lines
-	// instead; nil is the whole log.
+	// Offset is the byte of the log that the answer begins at. Tail, if set, begins
+	// at the last lines instead, this many. Without both the answer has the whole
+	// log.
 	Offset int64
 	Tail   *int
-	// Begun, if there is one, is called before the first byte, with how many bytes were
-	// logged until then.
+	// Begun, if set, is called before the first byte, with the number of bytes that
+	// were logged until then.
 	Begun func(end int64)
 }
 
-// Validate refuses what no claim can have beside its spec.
+// Validate refuses values of secrets and an Owner that no claim with this spec
+// can have.
 func (r ClaimRequest) Validate() error {
 	if r.Owner != "" && r.Once != nil {
 		return Invalid("owner", "the request has an idempotency key, too: its owner is the key")
@@ -88,7 +94,7 @@ func (r ClaimRequest) Validate() error {
 	return nil
 }
 
-// Validate refuses what no log has.
+// Validate refuses a request that no log can serve.
 func (r BuildLogRequest) Validate() error {
 	switch {
 	case r.Stage != AfterInit && r.Stage != AfterReady:

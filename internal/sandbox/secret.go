@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// Secret is what anybody may know of a secret: never a value.
+// Secret is the public part of a secret: never a value.
 type Secret struct {
 	Key
 	// Keys are the names of its values, sorted.
@@ -21,28 +21,30 @@ type Secret struct {
 // SecretData is the values of a secret by key. Formatting it never shows one.
 type SecretData map[string][]byte
 
-// String tells nothing of the values.
+// String never shows the values.
 func (d SecretData) String() string { return "SecretData{…}" }
 
-// GoString is what %#v prints.
+// GoString serves %#v.
 func (d SecretData) GoString() string { return d.String() }
 
-// LogValue is what a log gets.
+// LogValue serves logs.
 func (d SecretData) LogValue() slog.Value { return slog.StringValue(d.String()) }
 
-// MarshalJSON refuses: only what is sealed is written, and nothing is answered.
+// MarshalJSON always fails: values are only stored sealed, and never part of an
+// answer.
 func (d SecretData) MarshalJSON() ([]byte, error) {
 	return nil, errors.New("the values of a secret are not written as JSON")
 }
 
-// SecretRef is one value of a secret that a sandbox has in its environment. It
-// is all that the journal knows of it.
+// SecretRef refers to one value of a secret that a sandbox has in its
+// environment. The journal keeps only this of the value.
 type SecretRef struct {
 	Secret Name   `json:"secret"`
 	Key    string `json:"key"`
-	// Env is the variable; empty is Key.
+	// Env is the variable; it defaults to Key.
 	Env string `json:"env,omitempty"`
-	// Inject keeps the value outside: the variable has Placeholder. Nil puts it in.
+	// Inject keeps the value outside of the sandbox, whose variable has Placeholder
+	// instead. Nil puts the value into the variable.
 	Inject *Inject `json:"inject,omitempty"`
 }
 
@@ -54,7 +56,7 @@ func (r SecretRef) Variable() string {
 	return r.Key
 }
 
-// Bounds of secrets: all that a sandbox has must fit into one message to its
+// Bounds of secrets: all secrets of a sandbox must fit into one message to its
 // agent.
 const (
 	maxSecretKeys  = 64
@@ -84,7 +86,8 @@ func (d SecretData) Validate() error {
 	return nil
 }
 
-// validateSecrets checks what a claim refers to, beside its plain variables.
+// validateSecrets checks the claim's references to secrets, also against its
+// plain variables.
 func (c ClaimSpec) validateSecrets() error {
 	if len(c.Secrets) > MaxSecretRefs {
 		return Invalid("secrets", "%d are more than %d", len(c.Secrets), MaxSecretRefs)

@@ -14,12 +14,12 @@ const mib = 1 << 20
 // Mebibytes shows a size, rounded up.
 func Mebibytes(n uint64) string { return fmt.Sprintf("%d MiB", (n+mib-1)/mib) }
 
-// Bounds of what a template may ask for.
+// Bounds of a template.
 const (
-	MinMemory    = 64 * mib // what a Linux guest boots with
+	MinMemory    = 64 * mib // a Linux guest needs this to boot
 	maxMemory    = 1 << 40
 	MinDisk      = 16 * mib
-	maxDisk      = 16 << 40 // what an engine's disk can have
+	maxDisk      = 16 << 40 // the limit of an engine's disk
 	maxMilliCPUs = 256_000
 	maxInit      = 100
 	maxText      = 1 << 20
@@ -27,7 +27,7 @@ const (
 	maxBuildTimeout = 24 * time.Hour
 )
 
-// These are taken where nothing is said.
+// Defaults.
 const (
 	DefaultMilliCPUs = 1000
 	DefaultMemory    = 512 * mib
@@ -37,7 +37,7 @@ const (
 	DefaultBuildTimeout = 30 * time.Minute
 )
 
-// Invalid is the error for a field of a request that is not possible.
+// Invalid is the error for an invalid field of a request.
 func Invalid(field, format string, args ...any) error {
 	return Errorf(CodeInvalid, "%s: %s", field, fmt.Sprintf(format, args...))
 }
@@ -96,13 +96,13 @@ func (r *ReadyCheck) validate() error {
 	return nil
 }
 
-// InvalidDisk refuses the size of a disk, with what is possible.
+// InvalidDisk is the error for the size of a disk. It names the possible sizes.
 func InvalidDisk(size, most uint64, why string) error {
 	if why != "" {
 		why = ": " + why
 	}
 	given := Mebibytes(size)
-	if size%mib != 0 { // rounded it might look as if it were possible
+	if size%mib != 0 { // rounded, an invalid size might look valid
 		given = fmt.Sprintf("%d bytes", size)
 	}
 	return Invalid("resources.disk", "%s are not between %s and %s%s", given, Mebibytes(MinDisk), Mebibytes(most/mib*mib), why)
@@ -123,7 +123,7 @@ func (e Env) Validate() error {
 	return nil
 }
 
-// CheckSize refuses an environment that no agent would take, by its size alone.
+// CheckSize refuses an environment that is too large for the agent.
 func (e Env) CheckSize() error {
 	size := 0
 	for name, value := range e {
@@ -182,7 +182,7 @@ func (c ClaimSpec) Validate() error {
 	return c.Lifetime.Validate()
 }
 
-// MaxFork is how many children a fork can have.
+// MaxFork is the greatest number of children of a fork.
 const MaxFork = 1000
 
 // Validate refuses a fork that no sandbox can have.

@@ -18,7 +18,7 @@ import (
 
 const mib = 1 << 20
 
-// inMemory is what the daemon's folder in /dev/shm takes.
+// inMemory is the size of the daemon's folder in /dev/shm.
 func (n *node) inMemory() (bytes uint64) {
 	dir := layer.ResidentFolder(filepath.Join(n.State, "forkd"))
 	// The daemon may remove files meanwhile.
@@ -32,8 +32,8 @@ func (n *node) inMemory() (bytes uint64) {
 	return bytes
 }
 
-// running are the sandboxes that run, with their resource versions: one that has the same
-// at both ends of a look has not changed in between.
+// running returns the running sandboxes, with their resource versions: a sandbox that has
+// the same version before and after a look has not changed in between.
 func (n *node) running(ctx context.Context) (map[string]string, error) {
 	list, err := n.Client.Sandboxes(ctx, false)
 	out := map[string]string{}
@@ -45,13 +45,13 @@ func (n *node) running(ctx context.Context) (map[string]string, error) {
 	return out, err
 }
 
-// reservedForLayers is how many bytes are reserved at most for what is in /dev/shm while look
-// runs: all that is reserved, without the memory of machines of their own. Those that run
-// throughout have own bytes each; no others are known, and the memory of one that is just
-// being woken, hibernated or made is taken for that of layers.
+// reservedForLayers returns an upper bound of the bytes that are reserved for files in
+// /dev/shm while look runs: all reserved bytes, without the memory of machines. Machines that
+// run throughout have own bytes each. Others are not known, so the memory of a machine that
+// is just being woken, hibernated or made counts as that of layers.
 //
-// The daemon reserves before and releases after: what is reserved at both ends of a look
-// is reserved during it.
+// The daemon reserves before use and releases after it: memory that is reserved both before
+// and after look is reserved during look.
 func (n *node) reservedForLayers(ctx context.Context, own int64, look func()) (bytes int64, err error) {
 	ranBefore, err := n.running(ctx)
 	if err != nil {
@@ -76,7 +76,8 @@ func (n *node) reservedForLayers(ctx context.Context, own int64, look func()) (b
 	return bytes, err
 }
 
-// watchMemory compares what is in memory with what is reserved for that, until stop.
+// watchMemory checks until stop that the files in memory are not larger than the
+// memory reserved for them.
 func (n *node) watchMemory(own int64) (stop func()) {
 	ctx, cancel := context.WithCancel(n.t.Context())
 	done := make(chan struct{})
@@ -94,7 +95,7 @@ func (n *node) watchMemory(own int64) (stop func()) {
 			case int64(used) > reserved:
 				n.t.Errorf("%d MiB are in memory, and %d are reserved for it", used/mib, reserved/mib)
 			}
-			// What it watches needs the processor, too.
+			// The sandboxes need the processor, too.
 			select {
 			case <-ctx.Done():
 				return
@@ -105,8 +106,8 @@ func (n *node) watchMemory(own int64) (stop func()) {
 	return func() { cancel(); <-done }
 }
 
-// own is what is reserved for a machine of a pool beside the layers of its template, which
-// others have already.
+// own is the memory reserved for a machine of a pool, without the layers of its template,
+// which other machines have already.
 func (f *filler) own() int64 {
 	f.t.Helper()
 	reserved := func() int64 {
@@ -130,14 +131,14 @@ func (f *filler) own() int64 {
 	return own
 }
 
-// filler makes sandboxes that are full.
+// filler fills sandboxes with data.
 type filler struct {
 	*node
 	bytes int
 	sums  map[string]string
 }
 
-// sum prints a sum of what a sandbox was filled with.
+// sum prints a checksum of the data in a sandbox.
 const sum = "print(zlib.crc32(data), end='')"
 
 func (f *filler) code(name, code string) string {
@@ -154,8 +155,8 @@ func (f *filler) fill(name string) {
 	if _, err := f.Client.CreateSandbox(f.t.Context(), rest.SandboxCreate{Name: name, Pool: "large"}, ""); err != nil {
 		f.t.Fatal(err)
 	}
-	// No two pages are alike, of this sandbox or another, and an emulated guest makes
-	// and sums them many times as fast as random bytes and their SHA-256.
+	// No two pages are alike, in this sandbox or another. An emulated guest makes and
+	// sums these pages many times as fast as random bytes and their SHA-256.
 	f.sums[name] = f.code(name, fmt.Sprintf(`import hashlib, zlib
 data = bytearray(%d)
 for at in range(0, len(data), 4096):
@@ -178,8 +179,9 @@ func (f *filler) do(name string, verb client.Verb) {
 }
 
 // TestHibernationFreesMemory: sandboxes are filled and hibernated in turn, and
-// /dev/shm is as it was after each. All wake with their memory, as many at once as
-// there is room for, and what is in memory is reserved at all times.
+// /dev/shm has its previous size after each. All wake with their memory, as many
+// at a time as there is room for. The files in memory are covered by reservations
+// at all times.
 func TestHibernationFreesMemory(t *testing.T) {
 	n := newNode(t)
 	sandboxes, size := soak.Count(20, 3), soak.Count(200, 64)
@@ -203,8 +205,9 @@ func TestHibernationFreesMemory(t *testing.T) {
 	}
 	n.waitReady(ctx, "large")
 	f := &filler{node: n, bytes: size * mib, sums: map[string]string{}}
-	f.fill("first") // what is loaded once
-	// No machine waits: what is reserved is for those that run, and for layers.
+	f.fill("first") // the first one loads the layers
+	// No machine waits in the pool: all reservations are for running machines
+	// and for layers.
 	if err := n.Client.DeletePool(ctx, "pool"); err != nil {
 		t.Fatal(err)
 	}
@@ -234,7 +237,7 @@ func TestHibernationFreesMemory(t *testing.T) {
 		t.Errorf("only %d were awake at once", most)
 	}
 	stop()
-	// The next daemon counts the same, and has what woke.
+	// The next daemon counts the same, and has the sandboxes that woke.
 	n.Kill()
 	n.up(flags...)
 	f.check(names[len(names)-1])
@@ -257,8 +260,8 @@ func TestHibernationFreesMemory(t *testing.T) {
 	n.end(new(traces))
 }
 
-// wakeAll wakes sandboxes in turn; where there is no room, the one that woke first
-// goes. It says how many were awake at once.
+// wakeAll wakes sandboxes in turn. If there is no room, the one that woke first is
+// hibernated. It returns how many were awake at a time.
 func (f *filler) wakeAll(names []string) (most int) {
 	f.t.Helper()
 	var awake []string

@@ -156,7 +156,7 @@ func (m *member) fetching() (bytes int64) {
 		if err == nil && d.Type().IsRegular() && unix.Stat(path, &st) == nil {
 			bytes += st.Blocks * 512
 		}
-		return nil // what is gone meanwhile does not count
+		return nil // files that were removed meanwhile do not count
 	})
 	if err != nil {
 		m.t.Fatal(err)
@@ -164,9 +164,10 @@ func (m *member) fetching() (bytes int64) {
 	return bytes
 }
 
-// TestFetch: a template that one daemon has built is claimed on others that have neither its image
-// nor built it. One that dies in the middle is named with what is missing, and another one's parts
-// complete what has come. Bytes that have changed on the disk of a peer are refused.
+// TestFetch: a template that one daemon has built is claimed on other daemons that neither have
+// its image nor built it. If a peer dies in the middle, the error names the peer and the
+// missing parts, and the parts of another peer complete the fetch. Bytes that have changed on
+// the disk of a peer are refused.
 func TestFetch(t *testing.T) {
 	c := &cluster{T: t, dir: t.TempDir()}
 	a, b, d := c.add("n1"), c.add("n2"), c.add("n3")
@@ -281,8 +282,7 @@ func (m *member) push(name string) string {
 	return name
 }
 
-// flip changes one byte of a file, which nobody may write to: somewhere in its first part that is
-// more than zeros.
+// flip changes the first byte of a read-only file that is not zero, within its first MiB.
 func flip(t *testing.T, path string) {
 	t.Helper()
 	f, err := os.OpenFile(path, os.O_RDWR, 0) // as root

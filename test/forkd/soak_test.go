@@ -25,20 +25,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// usage is what a daemon and its sandboxes take of the machine.
+// usage is the use of the machine's resources by a daemon and its sandboxes.
 type usage struct {
 	Descriptors, Threads, Goroutines int
 	Memory                           int64 // the daemon's own, in bytes
 	Mounts                           int
 	Machines                         int
-	// Disk is what the state folder has beside the journal, which keeps the
-	// history, and the logs.
+	// Disk is the size of the state folder without the journal, which keeps the
+	// history, and without the logs.
 	Files int
 	Disk  int64
 }
 
-// look waits until nothing is going on and measures, until two measurements are
-// the same: the daemon closes the connections that its clients have left.
+// look waits until the node is idle, and then measures until two measurements
+// agree, because the daemon needs time to close the connections that its
+// clients have left.
 func (n *node) look() usage {
 	n.t.Helper()
 	n.rest()
@@ -103,7 +104,7 @@ func (n *node) measure() (u usage) {
 	return u
 }
 
-// rest waits until no sandbox is there and the pool is full.
+// rest waits until there is no sandbox and the pool is full.
 func (n *node) rest() {
 	n.t.Helper()
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the API has nothing to wait on
@@ -125,14 +126,14 @@ func (n *node) rest() {
 }
 
 // traces are the processes and cgroups of sandboxes that were seen. Other tests
-// have some of their own at the same time.
+// have their own at the same time.
 type traces struct {
 	mu        sync.Mutex // protects all following fields
 	processes map[procid.ID]bool
 	groups    map[string]bool
 }
 
-// note adds those that are there now.
+// note adds the existing processes and cgroups.
 func (s *traces) note(n *node) {
 	machines, err := filepath.Glob(filepath.Join(n.State, "forkd", "machines", "*"))
 	if err != nil {
@@ -164,12 +165,12 @@ func (s *traces) add(p procid.ID) {
 	}
 }
 
-// emptyGroups are those that exist and have no process.
+// emptyGroups returns the existing cgroups that have no process.
 func emptyGroups(t *testing.T, names map[string]bool) (empty []string) {
 	t.Helper()
 	err := filepath.WalkDir("/sys/fs/cgroup", func(path string, d fs.DirEntry, err error) error {
 		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) {
-			return nil // it has gone
+			return nil // it was removed meanwhile
 		}
 		if err != nil || d.Name() != "cgroup.procs" || !names[filepath.Base(filepath.Dir(path))] {
 			return err
@@ -185,14 +186,15 @@ func emptyGroups(t *testing.T, names map[string]bool) (empty []string) {
 	return empty
 }
 
-// nothingLeft compares what there is with what there was.
+// nothingLeft compares the use of resources with that before.
 func (n *node) nothingLeft(before usage, seen *traces, clients int) {
 	n.t.Helper()
 	after := n.look()
 	n.t.Logf("before %+v", before)
 	n.t.Logf("after  %+v", after)
-	// The runtime keeps the threads that it has had, and the history of a sandbox is
-	// a few hundred bytes; what every sandbox left would be far more.
+	// The runtime keeps its threads, and the history of a sandbox takes a few
+	// hundred bytes. If every sandbox left anything behind, the sum would be far
+	// larger.
 	const few, slack = 8, 64 << 20
 	if after.Descriptors > before.Descriptors+few || after.Threads > before.Threads+few+clients || after.Goroutines > before.Goroutines+few || after.Memory > before.Memory+slack ||
 		after.Mounts > before.Mounts || after.Machines > before.Machines || after.Files > before.Files || after.Disk > before.Disk+before.Disk/4 {
@@ -201,7 +203,7 @@ func (n *node) nothingLeft(before usage, seen *traces, clients int) {
 	n.noGroups(seen)
 }
 
-// noGroups waits until no cgroup is left of sandboxes that have ended.
+// noGroups waits until all cgroups of ended sandboxes are removed.
 func (n *node) noGroups(seen *traces) {
 	n.t.Helper()
 	if len(seen.groups) == 0 {
@@ -219,7 +221,8 @@ func (n *node) noGroups(seen *traces) {
 	}
 }
 
-// TestClaimsAndKills: sandboxes that come and go leave nothing behind.
+// TestClaimsAndKills: sandboxes that were claimed and killed leave nothing
+// behind.
 func TestClaimsAndKills(t *testing.T) {
 	n := newNode(t)
 	n.up()
@@ -230,12 +233,12 @@ func TestClaimsAndKills(t *testing.T) {
 			_, err = n.mark(t.Context(), name)
 		}
 		if err == nil {
-			seen.note(n) // while this one is alive for certain
+			seen.note(n) // this one is certainly alive now
 			_, err = n.Client.Kill(t.Context(), name)
 		}
 		return err
 	}
-	if err := cycle("first", new(traces)); err != nil { // what is made once
+	if err := cycle("first", new(traces)); err != nil { // the first one makes things that stay
 		t.Fatal(err)
 	}
 	cycles := soak.Count(1000, 12)
@@ -261,7 +264,7 @@ func TestClaimsAndKills(t *testing.T) {
 	n.end(&seen)
 }
 
-// end ends the pool and the daemon, and looks for processes.
+// end deletes the pool and ends the daemon, and checks that no process is left.
 func (n *node) end(seen *traces) {
 	n.t.Helper()
 	if err := n.Client.DeletePool(n.t.Context(), "pool"); err != nil {
@@ -281,15 +284,15 @@ type user struct {
 	*node
 	name string
 	made int
-	// holds has what the sandboxes were told to remember; those that sleep are
-	// woken by the next call.
+	// holds has the values that the sandboxes remember. The next call wakes
+	// those that are hibernated.
 	holds map[string]string
 }
 
-// mostSandboxes is how many a user has at once.
+// mostSandboxes is the greatest number of sandboxes that a user has at a time.
 const mostSandboxes = 4
 
-// step does one thing, chosen at random, and returns which.
+// step does one random operation and returns its name.
 func (u *user) step(ctx context.Context) (what string, err error) {
 	names := make([]string, 0, len(u.holds))
 	for name := range u.holds {
@@ -343,7 +346,7 @@ func (u *user) claim(ctx context.Context) error {
 	return err
 }
 
-// fork makes a child, which must hold what its parent does.
+// fork makes a child, which must hold the value of its parent.
 func (u *user) fork(ctx context.Context, name string) error {
 	u.made++
 	fork := fmt.Sprintf("%s-%d", u.name, u.made)
@@ -367,8 +370,8 @@ func (u *user) check(ctx context.Context, name string) error {
 	return err
 }
 
-// TestSoak: many clients do everything at once. Nothing goes wrong, no sandbox
-// sees another's state, and nothing is left.
+// TestSoak: many clients do all operations at the same time. No call fails, no
+// sandbox sees another's state, and no files, processes or cgroups are left.
 func TestSoak(t *testing.T) {
 	n := newNode(t)
 	n.up()
@@ -397,7 +400,7 @@ func TestSoak(t *testing.T) {
 		}
 	}
 	newUser := func(name string) *user { return &user{node: n, name: name, holds: map[string]string{}} }
-	work(newUser("first"), 20) // what is made once
+	work(newUser("first"), 20) // the first one makes things that stay
 	before := n.look()
 	clear(done)
 	var all sync.WaitGroup
@@ -406,7 +409,7 @@ func TestSoak(t *testing.T) {
 	}
 	all.Wait()
 	t.Logf("did %v", done)
-	// A short run may happen to be another mix.
+	// A short run may have another mix by chance.
 	share := func(of ...string) (percent int) {
 		for _, what := range of {
 			percent += 100 * done[what]

@@ -23,30 +23,31 @@ import (
 //go:embed testdata/attempts.py
 var attempts string
 
-// attempt is one try of a program in a sandbox to reach what its policy does not allow.
+// attempt is one try of a program in a sandbox to reach a target that its policy does
+// not allow.
 type attempt struct {
 	sandbox string // strict, or open
-	// call is a function of testdata/attempts.py, and its arguments.
+	// call is a function of testdata/attempts.py and its arguments.
 	call []any
-	// want is a regular expression of what the program sees of it.
+	// want is a regular expression for the result that the program sees.
 	want string
-	// target, rule and reason are of the line that the log has of it; target is a part of
-	// the address or name. Without a target there is no line, as no rule has decided: the
-	// sandbox's own kernel has answered (own), or netd has dropped the frame, and counted it
-	// by a reason (dropped) that is not the policy's.
+	// target, rule and reason are those of the attempt's line in the log; target is a part
+	// of the address or name. Without a target there is no line, because no rule has
+	// decided: the sandbox's own kernel has answered (own), or netd has dropped the frame
+	// and counted it by a reason (dropped) that is not the policy's.
 	target, rule, reason string
 	without              without
 }
 
-// without is why the log has no line of an attempt: own, unanswered, or the reason by which netd
-// counts what it drops (stack.Drop).
+// without is the reason why the log has no line of an attempt: own, unanswered, or the reason
+// by which netd counts dropped frames (stack.Drop).
 type without string
 
 const (
-	// own is the sandbox's own loopback: nothing has left it.
+	// own is the sandbox's own loopback: no packet has left it.
 	own without = "own"
-	// unanswered is a question that was allowed and is answered without an address: no
-	// connection follows, and nobody outside was asked.
+	// unanswered is a question that is allowed and is answered without an address: no
+	// connection follows, and no name server was asked.
 	unanswered without = "unanswered"
 )
 
@@ -56,11 +57,11 @@ const (
 	refused = "^ECONNREFUSED$"
 	nothing = "^timeout$|^ECONNREFUSED$|^EHOSTUNREACH$|^ENETUNREACH$|^EACCES$|^EPERM$"
 	unknown = "^unknown name$"
-	// unsent is of packets to which nothing answers but the sandbox's own kernel.
+	// unsent is the result of packets that only the sandbox's own kernel answers.
 	unsent = "^sent, no answer$|^ENOTSUP$|^EPERM$|^EINVAL$|^EADDRNOTAVAIL$"
 )
 
-// addressAttempts are by addresses, in all forms, from a sandbox that may reach the
+// addressAttempts use addresses, in all forms, from a sandbox that may reach the
 // public internet.
 var addressAttempts = []attempt{
 	{"open", try("tcp", "169.254.169.254", 80), refused, "169.254.169.254:80", "closed: metadata", "metadata", ""},
@@ -117,7 +118,7 @@ var addressAttempts = []attempt{
 	{"strict", try("udp", "25.1.113.11", 123), nothing, "25.1.113.11:123", "egress: deny", "no name is pinned", ""},
 }
 
-// nameAttempts are by names: of the DNS, of TLS and of HTTP.
+// nameAttempts use names: in DNS, TLS and HTTP.
 var nameAttempts = []attempt{
 	{"strict", try("resolve", "evil.example.org"), unknown, "evil.example.org", "egress: deny", "no rule is about tcp of evil.example.org", ""},
 	{"strict", try("resolve", "secret-data.attacker.example.net"), unknown, "attacker.example.net", "egress: deny", "no rule is about tcp of secret-data", ""},
@@ -164,9 +165,9 @@ var nameAttempts = []attempt{
 	{"strict", try("tcp", "allowed.example.org", 8443), refused, "25.1.113.10:8443", "egress: deny", "no rule is about tcp port 8443", ""},
 }
 
-// packetAttempts are made of packets that a kernel would not send, for addresses that
-// the policy allows. netd drops them before a policy is asked, so that the log has nothing
-// of them. gVisor sends no frames that a program has made (ENOTSUP), but IP packets.
+// packetAttempts send packets that a kernel would not send, to addresses that the policy
+// allows. netd drops them before a policy is asked, so the log has no line of them. gVisor
+// does not send frames that a program has made (ENOTSUP), but does send IP packets.
 var packetAttempts = []attempt{
 	{"strict", try("ping", "25.1.113.10"), nothing, "", "", "", "protocol"},
 	{"open", try("ping", "169.254.169.254"), nothing, "", "", "", "protocol"},
@@ -186,7 +187,7 @@ var packetAttempts = []attempt{
 	{"strict", try("tagged", "25.1.113.70", 9113), unsent, "", "", "", "vlan"},
 }
 
-// canaries are addresses of servers that no attempt may reach.
+// canaries are the addresses of servers that no attempt may reach.
 func canaries() []string {
 	list := []string{
 		"10.77.0.1:80", "10.77.0.1:81", "25.1.113.11:80", "25.1.113.10:22", "25.1.113.10:8443", "[2600:db8:5::10]:80", "25.1.113.53:853", "25.1.113.53:443",
@@ -200,7 +201,8 @@ func canaries() []string {
 	return list
 }
 
-// servers of the attempts: those that may be reached, and canaries.
+// serveCanaries starts the servers of the attempts: those that may be reached,
+// and canaries.
 func (s *site) serveCanaries(t *testing.T) (sung func() []string) {
 	t.Helper()
 	var mu sync.Mutex
@@ -245,7 +247,7 @@ func (s *site) serveCanaries(t *testing.T) (sung func() []string) {
 	}
 }
 
-// wholeLog is everything in the log of a sandbox's network.
+// wholeLog returns all entries in the log of a sandbox's network.
 func (s *site) wholeLog(t *testing.T, sandbox string) (out []rest.NetworkLogEntry) {
 	t.Helper()
 	from := int64(1)
@@ -264,8 +266,8 @@ func (s *site) wholeLog(t *testing.T, sandbox string) (out []rest.NetworkLogEntr
 	}
 }
 
-// TestEscapes: programs in real sandboxes try to get out, each in another way. They see
-// a refusal, the log says by which rule and why, and no server sees anything.
+// TestEscapes: programs in real sandboxes try to escape in different ways. They see a
+// refusal, the log names the rule and the reason, and no server sees a request.
 func TestEscapes(t *testing.T) {
 	s := newSite(t, "--listen", "0.0.0.0:7070")
 	s.importImage(t, "demo:1", "python.sh")
@@ -290,8 +292,8 @@ func TestEscapes(t *testing.T) {
 	s.pool(t, "open", 1, "networkPolicy: {egress: allow, deny: [evil.example.org]}")
 	s.claim(t, "strict", "strict")
 	s.claim(t, "open", "open")
-	// That they are connected at all, and that the packets which are made by hand are
-	// good ones: only what is wrong with the others keeps them.
+	// These calls show that the sandboxes are connected and that packets made by hand
+	// are otherwise valid. So the other packets are refused only for their fault.
 	s.prints(t, "strict", "hello", "python3", "-c", get, "https://allowed.example.org/")
 	s.prints(t, "open", "hello", "python3", "-c", get, "http://25.1.113.10/")
 	control := s.attempt(t, "strict", [][]any{try("plain", "raw", "25.1.113.70", 9999), try("plain", "frame", "25.1.113.70", 9999), try("ping", "10.255.255.1", 20)})
@@ -317,7 +319,8 @@ func TestEscapes(t *testing.T) {
 		t.Errorf("of %d attempts rule and reason are looked for", explained)
 	}
 	t.Logf("%d attempts, %d of which the log explains by rule and reason", total, explained)
-	// They are still connected. What was sent before has been dealt with then.
+	// The sandboxes are still connected. When these calls return, everything
+	// sent before them has been handled.
 	s.prints(t, "strict", "hello", "python3", "-c", get, "https://allowed.example.org/")
 	s.prints(t, "open", "hello", "python3", "-c", get, "http://25.1.113.10/")
 	if list := sung(); len(list) > 0 {
@@ -331,7 +334,7 @@ func TestEscapes(t *testing.T) {
 	})
 }
 
-// attempt runs attempts in a sandbox.
+// attempt makes attempts in a sandbox and returns their results.
 func (s *site) attempt(t *testing.T, sandbox string, calls [][]any) (results []string) {
 	t.Helper()
 	in, err := json.Marshal(calls)
@@ -348,7 +351,8 @@ func (s *site) attempt(t *testing.T, sandbox string, calls [][]any) (results []s
 	return results
 }
 
-// tryAll makes attempts, and looks for each in the log, or in what netd has dropped.
+// tryAll makes attempts, and looks for each in the log, or among the frames that
+// netd has dropped.
 func (s *site) tryAll(t *testing.T, list []attempt) {
 	for _, sandbox := range []string{"strict", "open"} {
 		var mine []attempt
@@ -383,7 +387,7 @@ func (s *site) tryAll(t *testing.T, list []attempt) {
 
 func (a attempt) title() string { return fmt.Sprintf("%s: %.90q", a.sandbox, fmt.Sprint(a.call...)) }
 
-// wants compares what the program saw.
+// wants compares the result that the program saw.
 func (a attempt) wants(t *testing.T, saw string) {
 	t.Helper()
 	if !regexp.MustCompile(a.want).MatchString(saw) {
@@ -396,7 +400,8 @@ func (a attempt) about(e rest.NetworkLogEntry) bool {
 	return strings.Contains(e.Address, strings.Trim(a.target, "[]")) || strings.Contains(e.Name, a.target)
 }
 
-// explains reports whether a line says that the attempt was refused, by which rule and why.
+// explains reports whether a line says that the attempt was refused, with the rule and the
+// reason.
 func (a attempt) explains(e rest.NetworkLogEntry) bool {
 	if protocol := a.call[0]; protocol == "udp" && e.Protocol != "udp" || protocol == "resolve" && e.Protocol != "dns" {
 		return false
@@ -417,11 +422,11 @@ func (s *site) tryDropped(t *testing.T, a attempt) {
 		if time.Now().After(deadline) {
 			t.Fatalf("%s: netd has not counted it as %q", a.title(), a.without)
 		}
-		time.Sleep(10 * time.Millisecond) // nothing tells of it
+		time.Sleep(10 * time.Millisecond) // there is no event for it
 	}
 }
 
-// dropped is how many frames and datagrams netd has dropped for a reason.
+// dropped returns how many frames and datagrams netd has dropped for a reason.
 func (s *site) dropped(t *testing.T, why without) uint64 {
 	t.Helper()
 	c, err := netctl.Dial(t.Context(), filepath.Join(s.state, "forkd", "netd", "default", "control"))

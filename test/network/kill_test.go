@@ -17,22 +17,22 @@ import (
 	"agentrun.dev/test/soak"
 )
 
-// netd is the process that the network of the namespace default is served by, and
-// what it occupies.
+// netd is the process that serves the network of a namespace, with the files and
+// cgroups that it occupies.
 type netd struct {
 	pid  int
 	held []string // the file of its user id, and its cgroups
 }
 
-// netd finds the running one.
+// netd returns the running netd of the namespace default.
 func (s *site) netd(t *testing.T) netd { return s.netdOf(t, "default") }
 
-// netdRecord is where the daemon has written down the netd of a namespace.
+// netdRecord is the file in which the daemon records the netd of a namespace.
 func (s *site) netdRecord(namespace string) string {
 	return filepath.Join(s.state, "forkd", "netd", namespace, "process.json")
 }
 
-// netdOf finds that of a namespace.
+// netdOf returns the running netd of a namespace.
 func (s *site) netdOf(t *testing.T, namespace string) netd {
 	t.Helper()
 	b, err := os.ReadFile(s.netdRecord(namespace))
@@ -71,7 +71,8 @@ func (s *site) netdOf(t *testing.T, namespace string) netd {
 	return n
 }
 
-// gone waits until nothing of a killed netd is left. Its successor may have its user id.
+// gone waits until a killed netd is gone, with its files and cgroups. Its successor may
+// have its user id.
 func (n netd) gone(t *testing.T, successor netd) {
 	t.Helper()
 	deadline := time.Now().Add(patience)
@@ -85,7 +86,7 @@ func (n netd) gone(t *testing.T, successor netd) {
 				t.Errorf("%s is left of a killed netd: %v", path, err)
 				break
 			}
-			time.Sleep(10 * time.Millisecond) // nothing tells of its end
+			time.Sleep(10 * time.Millisecond) // there is no event for it
 		}
 	}
 	if err := syscall.Kill(n.pid, 0); !errors.Is(err, syscall.ESRCH) {
@@ -93,8 +94,8 @@ func (n netd) gone(t *testing.T, successor netd) {
 	}
 }
 
-// transfers downloads again and again, in the background, and counts. Connections may
-// break; bytes may not be wrong. A file ends it.
+// transfers downloads repeatedly in the background, and counts. Connections may
+// break, but bytes may not be wrong. A file stops it.
 const transfers = `
 import hashlib, os, socket, sys, time
 want = sys.argv[1]
@@ -146,20 +147,20 @@ while True:
 print("%.3f" % (time.time() - begin))
 `
 
-// progress is what transfers has counted.
+// progress returns the counts of transfers.
 func (s *site) progress(t *testing.T, sandbox string) (whole, broken int, wrong string) {
 	t.Helper()
 	r := s.run(t, sandbox, "cat", "/tmp/count")
 	fields := strings.SplitN(r.Stdout, " ", 3)
 	if len(fields) != 3 {
-		return 0, 0, "" // none has ended yet
+		return 0, 0, "" // no transfer has ended yet
 	}
 	whole, _ = strconv.Atoi(fields[0])
 	broken, _ = strconv.Atoi(fields[1])
 	return whole, broken, strings.TrimSpace(fields[2])
 }
 
-// awaitTransfers waits until more transfers have ended well.
+// awaitTransfers waits until that many more transfers have succeeded.
 func (s *site) awaitTransfers(t *testing.T, sandbox string, more int) {
 	t.Helper()
 	begin, _, _ := s.progress(t, sandbox)
@@ -178,7 +179,7 @@ func (s *site) awaitTransfers(t *testing.T, sandbox string, more int) {
 	}
 }
 
-// descriptors is how many files the daemon has open.
+// descriptors returns how many files the daemon has open.
 func (s *site) descriptors(t testing.TB) int {
 	t.Helper()
 	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", s.daemon.PID()))
@@ -188,7 +189,7 @@ func (s *site) descriptors(t testing.TB) int {
 	return len(entries)
 }
 
-// settles waits until the daemon has no more of something than at most.
+// settles waits until a count of the daemon is at most this.
 func (s *site) settles(t *testing.T, what string, most int, count func(testing.TB) int) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); ; {
@@ -200,12 +201,12 @@ func (s *site) settles(t *testing.T, what string, most int, count func(testing.T
 			t.Errorf("the daemon has %d %s; at most %d are what it had after the first kill", n, what, most)
 			return
 		}
-		time.Sleep(10 * time.Millisecond) // nothing tells of them
+		time.Sleep(10 * time.Millisecond) // there is no event for it
 	}
 }
 
-// connectedSite has two sandboxes, a and b, which transfer all the time, and a server
-// of pages. First is done before there are sandboxes.
+// connectedSite has two sandboxes, a and b-1, which run transfers all the time, and a
+// server of pages. It calls first before there are sandboxes.
 func connectedSite(t *testing.T, first ...func(*site)) *site {
 	t.Helper()
 	s := newSite(t)
@@ -216,7 +217,7 @@ func connectedSite(t *testing.T, first ...func(*site)) *site {
 	src := s.newSource(t, "25.1.113.50:9001", 4<<20)
 	src.release()
 	go func() {
-		for range src.half { // nobody waits for it
+		for range src.half { // the test does not wait for these
 		}
 	}()
 	for _, do := range first {
@@ -231,8 +232,8 @@ func connectedSite(t *testing.T, first ...func(*site)) *site {
 	return s
 }
 
-// lastEnds has a namespace with one sandbox, which uses its network and is ended, and returns
-// the namespace's netd. That has a minute to go.
+// lastEnds gives a namespace one sandbox, which uses its network and is ended. It returns the
+// namespace's netd, which keeps running for another minute.
 func (s *site) lastEnds(t *testing.T, namespace string) netd {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "objects.yaml")
@@ -246,9 +247,9 @@ func (s *site) lastEnds(t *testing.T, namespace string) netd {
 	return n
 }
 
-// TestNetdKilled: a netd that is killed is replaced. Connections that it served break,
-// new ones work, and nothing of it is left: of the process, and in the daemon. One whose
-// namespace has no sandboxes any more ends, and leaves nothing either.
+// TestNetdKilled: a killed netd is replaced. Its connections break, new ones work, and
+// neither its process nor the daemon leaves anything behind. The netd of a namespace
+// that has no sandboxes any more ends, and leaves nothing behind either.
 func TestNetdKilled(t *testing.T) {
 	var unneeded netd
 	s := connectedSite(t, func(s *site) { unneeded = s.lastEnds(t, "other") })
@@ -281,7 +282,7 @@ func TestNetdKilled(t *testing.T) {
 	for range soak.Count(19, 2) {
 		kill()
 	}
-	// A kill between two transfers breaks none.
+	// A kill between two transfers breaks no connection.
 	for range 20 {
 		if _, broken, _ := s.progress(t, "a"); broken > 0 {
 			break
@@ -289,8 +290,9 @@ func TestNetdKilled(t *testing.T) {
 		kill()
 	}
 	s.client.Close()
-	// Those of connections that are being closed, and of whoever counts, come and go: what is left
-	// of each of many kills is more. TestNothingIsLeftOfKilledNetds counts exactly.
+	// The files and goroutines of connections that are being closed, and those of the count
+	// itself, come and go. If each of many kills left some behind, the sum would be larger.
+	// TestNothingIsLeftOfKilledNetds counts exactly.
 	const few = 4
 	s.settles(t, "files open", open+few, s.descriptors)
 	s.settles(t, "goroutines", goroutines+few, s.daemon.Goroutines)
@@ -299,10 +301,11 @@ func TestNetdKilled(t *testing.T) {
 	}
 }
 
-// TestDaemonKilled: connections survive the daemon, and its successor governs them.
+// TestDaemonKilled: connections survive the daemon, and its successor applies
+// policies to them.
 func TestDaemonKilled(t *testing.T) {
 	s := connectedSite(t)
-	// This one is half done before, and the rest comes afterwards.
+	// Half of this transfer comes before the kills, the rest afterwards.
 	slow := s.newSource(t, "25.1.113.50:9002", 4<<20)
 	s.reads(t, "a", slow, "9002", "8002")
 	before := s.netd(t)

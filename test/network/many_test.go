@@ -45,7 +45,7 @@ async def main():
 asyncio.run(main())
 `
 
-// part is what one side of connection i sends.
+// part is the data that one side of connection i sends.
 func part(i uint32, direction byte, size int) []byte {
 	return sha3.SumSHAKE128(append(binary.BigEndian.AppendUint32(nil, i), direction), size)
 }
@@ -83,8 +83,8 @@ func exchange(c net.Conn, size int, open *sync.WaitGroup) error {
 	return err
 }
 
-// TestManyConnections: a sandbox has 1,000 connections at once, which bring different bytes, and
-// each gets its own. Where make soak bounds counts, in an emulated machine, they are 200.
+// TestManyConnections: a sandbox has 1,000 connections at a time, with different bytes, and
+// each gets its own. If make soak bounds counts, in an emulated machine, there are 200.
 func TestManyConnections(t *testing.T) {
 	const size = 20 << 10
 	count := 1000
@@ -115,7 +115,7 @@ func TestManyConnections(t *testing.T) {
 	s.claim(t, "demo", "a")
 	s.prints(t, "a", fmt.Sprintf("%d connections, all bytes right", count), "python3", "-c", manyAtOnce,
 		"many.example.org", "9001", strconv.Itoa(count), strconv.Itoa(size))
-	if !t.Failed() { // otherwise some wait for those that were never opened
+	if !t.Failed() { // otherwise some goroutines wait for connections that were never opened
 		served.Wait()
 	}
 }

@@ -1,5 +1,5 @@
-// Package network tests sandboxes that are connected: a real daemon with real
-// sandboxes in a small internet of the test's own.
+// Package network tests connected sandboxes: a real daemon with real sandboxes
+// in a small internet of the test's own.
 package network
 
 import (
@@ -27,10 +27,12 @@ type site struct {
 	memory string // of sandboxes
 }
 
-// patience is for one command, on a busy machine that may emulate another.
+// patience is the limit for one command on a busy machine, which may emulate
+// another.
 const patience = 5 * time.Minute
 
-// settings are those of a node's network, for the file that --network names.
+// settings are the network settings of the node, for the file that --network
+// names.
 const settings = "upstreams: [25.1.113.53]\n"
 
 // newSite starts a daemon on the host of a world.
@@ -43,7 +45,7 @@ func newSite(t *testing.T, flags ...string) *site {
 		}
 	})
 	s := &site{World: world.New(t), daemon: d, state: d.State, client: d.Client, memory: "128Mi"}
-	// Servers that secrets are sent to are the world's.
+	// The servers that receive secrets have certificates of the world.
 	file, roots := filepath.Join(d.State, "network.yaml"), filepath.Join(d.State, "roots.pem")
 	if err := errors.Join(os.WriteFile(roots, s.Authority(), 0o600), os.WriteFile(file, []byte(settings+"injectRoots: "+roots+"\n"), 0o600)); err != nil {
 		t.Fatal(err)
@@ -54,7 +56,7 @@ func newSite(t *testing.T, flags ...string) *site {
 	return s
 }
 
-// end ends all sandboxes and the daemon.
+// end kills all sandboxes and ends the daemon.
 func (s *site) end(t *testing.T) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
@@ -72,7 +74,7 @@ func (s *site) end(t *testing.T) {
 	}
 }
 
-// agentrun runs a command of the command line and returns what it prints.
+// agentrun runs a command of agentrun and returns its output.
 func (s *site) agentrun(t *testing.T, args ...string) (string, error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -81,7 +83,7 @@ func (s *site) agentrun(t *testing.T, args ...string) (string, error) {
 	return string(out), err
 }
 
-// must is agentrun for what has to succeed.
+// must is agentrun for commands that must succeed.
 func (s *site) must(t *testing.T, args ...string) string {
 	t.Helper()
 	out, err := s.agentrun(t, args...)
@@ -103,7 +105,7 @@ func (s *site) apply(t *testing.T, text string) {
 	}
 }
 
-// buildLogs are what templates said when they were built.
+// buildLogs returns the logs of all templates' builds.
 func (s *site) buildLogs(t *testing.T) string {
 	t.Helper()
 	var out strings.Builder
@@ -115,8 +117,8 @@ func (s *site) buildLogs(t *testing.T) string {
 	return fmt.Sprint(out.String(), err)
 }
 
-// pool applies a template and a pool of one name, of the image demo:1. Fields are more
-// fields of the template.
+// pool applies a template and a pool with the same name, for the image demo:1. fields
+// are further fields of the template.
 func (s *site) pool(t *testing.T, name string, replicas int, fields string) {
 	t.Helper()
 	s.apply(t, poolOf(name, replicas, fields, s.memory))
@@ -139,7 +141,7 @@ spec: {templateRef: {name: %[1]s}, replicas: %[2]d}
 `, name, replicas, fields, memory)
 }
 
-// claim claims a sandbox of a pool. Fields are more fields of the claim.
+// claim claims a sandbox of a pool. fields are further fields of the claim.
 func (s *site) claim(t *testing.T, pool, name string, fields ...string) {
 	t.Helper()
 	s.apply(t, claimOf(pool, name, fields...))
@@ -184,7 +186,8 @@ func (s *site) run(t *testing.T, sandbox string, argv ...string) rest.ExecResult
 	return r
 }
 
-// prints checks that a command in a sandbox succeeds and prints what is wanted.
+// prints checks that a command in a sandbox succeeds and that its output
+// contains want.
 func (s *site) prints(t *testing.T, sandbox, want string, argv ...string) {
 	t.Helper()
 	r := s.run(t, sandbox, argv...)

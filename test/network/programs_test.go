@@ -11,11 +11,11 @@ import (
 	"github.com/coder/websocket"
 )
 
-// echo answers the messages of a WebSocket with themselves.
+// echo sends each message of a WebSocket back.
 var echo = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 	c, err := websocket.Accept(w, r, nil)
 	if err != nil {
-		return // it has answered
+		return // Accept has answered already
 	}
 	defer func() { _ = c.CloseNow() }()
 	for {
@@ -71,7 +71,7 @@ with requests.Session() as s:
 print("kept alive by", requests.__name__, requests.__version__)
 `
 
-// clients are those that a server was asked by, with how often.
+// clients counts the requests to a server by client.
 type clients struct {
 	mu    sync.Mutex
 	asked map[string]int
@@ -84,7 +84,7 @@ func (c *clients) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	hello(w, r)
 }
 
-// TestPrograms: programs that agents use find what their policy allows them.
+// TestPrograms: programs that AI agents use work within their policy.
 func TestPrograms(t *testing.T) {
 	s := newSite(t)
 	s.importImage(t, "demo:1", "programs.sh")
@@ -129,7 +129,7 @@ func TestPrograms(t *testing.T) {
 	}
 }
 
-// serveProjects serves what the programs fetch.
+// serveProjects serves the files that the programs fetch.
 func (s *site) serveProjects(t *testing.T) {
 	t.Helper()
 	index, files := world.PythonIndex(t, "https://files.example.org", world.Wheel{Name: "tool", Version: "1.2.3"})
@@ -152,8 +152,8 @@ func (s *site) serveProjects(t *testing.T) {
 	s.ServeHTTPS(t, "25.1.113.26:443", echo, "chat.example.org")
 }
 
-// TestPublished: the published template builds with what it installs by an init
-// command, and its sandboxes reach the two names that it allows.
+// TestPublished: the published template builds, including the packages of its
+// init command. Its sandboxes reach the two names that it allows.
 func TestPublished(t *testing.T) {
 	s := newSite(t)
 	s.importImage(t, "python:3.12-slim", "programs.sh")
@@ -201,7 +201,7 @@ spec:
 	for url, want := range map[string]string{
 		"https://api.openai.com/v1":    "hello from api.openai.com",
 		"https://api.anthropic.com/v1": "hello from api.anthropic.com",
-		"https://pypi.org/simple/":     "failed: <urlopen error [Errno -", // the build's, not the sandboxes'
+		"https://pypi.org/simple/":     "failed: <urlopen error [Errno -", // the build may reach it, but not the sandboxes
 		"http://api.openai.com/":       "Connection refused",
 	} {
 		s.prints(t, "agent-session-1", want, "python3", "-c", get, url)

@@ -1,5 +1,6 @@
-// Package cli holds what the command lines of agentrun and bench share: how they
-// start, and flags with what these name: sizes, engines, jails, root filesystems.
+// Package cli is the common part of the command lines of agentrun and bench: the
+// start of the program, and flags with the things that they name: sizes, engines,
+// jails, root filesystems.
 package cli
 
 import (
@@ -21,15 +22,15 @@ import (
 // other goroutines from running when all Ps are taken.
 const monitorSlack = time.Millisecond
 
-// Start prepares the process. An interrupt or SIGTERM ends the context.
+// Start prepares the process. An interrupt or SIGTERM cancels the returned ctx.
 func Start() (context.Context, context.CancelFunc) {
-	// A matter of speed only, and refused to users without privileges.
+	// This only affects speed, and users without privileges may not do it.
 	_ = goruntime.SlowMonitor(monitorSlack)
 	return signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
 }
 
-// Execute runs the command that args name of a root command. Whoever gets its error
-// prints it: cobra prints neither it nor how the command is used.
+// Execute runs the command of a root command that args name. The caller prints the
+// error: cobra prints neither the error nor the usage.
 func Execute(ctx context.Context, root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.Writer) error {
 	root.SilenceErrors, root.SilenceUsage = true, true
 	root.SetArgs(args)

@@ -13,8 +13,9 @@ import (
 	"agentrun.dev/internal/storage/image"
 )
 
-// OpenRoot opens the EROFS file of --rootfs: the given one, or one without a name that
-// is made of the given folder. It warns of files that lose something on the engine.
+// OpenRoot opens the EROFS file of --rootfs: the given file, or one without a name
+// that is made of the given folder. It warns of files that lose attributes on the
+// engine.
 func OpenRoot(ctx context.Context, path string, kind pick.Kind, stderr io.Writer) (*os.File, error) {
 	if folder, err := isFolder(path); err != nil {
 		return nil, err
@@ -35,7 +36,7 @@ func OpenRoot(ctx context.Context, path string, kind pick.Kind, stderr io.Writer
 	return f, nil
 }
 
-// isFolder reports whether --rootfs is one.
+// isFolder reports whether --rootfs is a folder.
 func isFolder(path string) (bool, error) {
 	info, err := os.Stat(path)
 	if err != nil {
@@ -44,8 +45,8 @@ func isFolder(path string) (bool, error) {
 	return info.IsDir(), nil
 }
 
-// RootPath is OpenRoot for whoever needs a path, which other processes may open. cleanup
-// removes the file if it was made.
+// RootPath is OpenRoot for callers that need a path, which other processes may open.
+// cleanup removes the file if it was made.
 func RootPath(ctx context.Context, path string, kind pick.Kind, stderr io.Writer) (_ string, cleanup func() error, err error) {
 	if folder, err := isFolder(path); err != nil || !folder {
 		return path, func() error { return nil }, err

@@ -228,7 +228,7 @@ func fill(v reflect.Value, path string, n *int) {
 				fill(v.Field(i), f.Name, n)
 			}
 		}
-	case reflect.Func: // it is nothing that a message has
+	case reflect.Func: // messages have no functions
 	default:
 		panic(fmt.Sprintf("%s: a %s has no value here", path, v.Type()))
 	}

@@ -73,8 +73,8 @@ func ToExpiry(field string, t *timestamppb.Timestamp) (time.Time, error) {
 	return toTime(t), nil
 }
 
-// text is what somebody has said who need not have said text, as JSON has it: a message of gRPC
-// with anything else is not sent at all.
+// text replaces invalid UTF-8 like JSON does, in text of untrusted origin: gRPC does not send a
+// message with invalid UTF-8 at all.
 func text(s string) string { return strings.ToValidUTF8(s, "\uFFFD") }
 
 // fromDuration leaves out what is 0.

@@ -38,7 +38,7 @@ func FromRegistryLogin(l sandbox.RegistryLogin) *nodev1.RegistryLogin {
 	return &nodev1.RegistryLogin{Namespace: string(l.Namespace), Registry: string(l.Registry), Username: l.Username, Changed: fromTime(l.Changed)}
 }
 
-// ToRegistryLogin reads what is known of credentials.
+// ToRegistryLogin reads the public part of credentials.
 func ToRegistryLogin(g *nodev1.RegistryLogin) (sandbox.RegistryLogin, error) {
 	var r convert.Reader
 	return sandbox.RegistryLogin{

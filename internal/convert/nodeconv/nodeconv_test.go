@@ -21,7 +21,7 @@ import (
 // noSecrets is why fields are left.
 const noSecrets = "this API does not tell"
 
-// ofRequest is what the caller adds to a request.
+// ofRequest lists fields that the caller adds to a request.
 var ofRequest = converttest.Same("the caller adds it", "Namespace", "Name", "IdempotencyKey", "Identity")
 
 // TestRoundTrip: requests are the same after conversion in both directions.
@@ -188,8 +188,8 @@ func checkEnum[S ~string, N interface {
 	}
 }
 
-// TestRoundTripOfImages: what is asked of images and registries, and answered, is read as
-// what it was.
+// TestRoundTripOfImages: requests and answers about images and registries are the same
+// after conversion in both directions.
 func TestRoundTripOfImages(t *testing.T) {
 	converttest.Pair[sandbox.Image, *nodev1.Image]{From: FromImage, To: ToImage}.Check(t)
 	converttest.Pair[sandbox.PublishRequest, *nodev1.PublishImageRequest]{From: FromPublish, To: ToPublish}.Check(t)

@@ -11,7 +11,7 @@ func FromSecret(s sandbox.Secret) *nodev1.Secret {
 	return &nodev1.Secret{Namespace: string(s.Namespace), Name: string(s.Name), Keys: s.Keys, Created: fromTime(s.Created), Changed: fromTime(s.Changed)}
 }
 
-// ToSecret reads what is known of a secret.
+// ToSecret reads the public part of a secret.
 func ToSecret(g *nodev1.Secret) (sandbox.Secret, error) {
 	var r convert.Reader
 	return sandbox.Secret{Key: r.Key(g.GetNamespace(), g.GetName()), Keys: g.GetKeys(), Created: toTime(g.GetCreated()), Changed: toTime(g.GetChanged())}, r.Err()
@@ -75,7 +75,8 @@ func ToQuotaUse(g *nodev1.Quota) (sandbox.QuotaUse, error) {
 	}, r.Err()
 }
 
-// FromOnce is part of the calls that can have the identity of a request; nil is none.
+// FromOnce is for calls that can have the identity of a request; nil means that a
+// request has no identity.
 func FromOnce(o *sandbox.Once) *nodev1.RequestIdentity {
 	if o == nil {
 		return nil

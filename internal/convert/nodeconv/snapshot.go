@@ -11,7 +11,7 @@ func FromOffer(o sandbox.Offer) *nodev1.SnapshotOffer {
 	return &nodev1.SnapshotOffer{Revision: o.Revision, Stage: stages[o.Stage], Digest: o.Digest, Manifest: o.Manifest, Built: o.Built}
 }
 
-// ToOffer reads an offer, whose content is checked by who uses it.
+// ToOffer reads an offer. The code that uses the offer checks its content.
 func ToOffer(g *nodev1.SnapshotOffer) (sandbox.Offer, error) {
 	return sandbox.Offer{
 		Revision: g.GetRevision(), Stage: inverse(stages, g.GetStage()), Digest: g.GetDigest(), Manifest: g.GetManifest(), Built: g.GetBuilt(),

@@ -80,7 +80,7 @@ func ToPoolSpec(g *nodev1.PoolSpec) (sandbox.PoolSpec, error) {
 	}, r.Err()
 }
 
-// FromClaim is for ClaimSandbox. The caller adds what the request is known by.
+// FromClaim is for ClaimSandbox. The caller adds the request's identity.
 func FromClaim(r sandbox.ClaimRequest) *nodev1.ClaimSandboxRequest {
 	s := r.Spec
 	return &nodev1.ClaimSandboxRequest{
@@ -90,7 +90,8 @@ func FromClaim(r sandbox.ClaimRequest) *nodev1.ClaimSandboxRequest {
 	}
 }
 
-// ToClaim reads what a claim asks for. The caller adds namespace, name and what the request is known by.
+// ToClaim reads the request of a claim. The caller adds the namespace, the name and the
+// request's identity.
 func ToClaim(g *nodev1.ClaimSandboxRequest) (sandbox.ClaimRequest, error) {
 	var r convert.Reader
 	return sandbox.ClaimRequest{

@@ -8,8 +8,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// TestHostileText: what a sandbox, or the process that runs it, has said of its end is no text
-// perhaps. Whoever lists or watches is told of it nevertheless.
+// TestHostileText: a sandbox, or the process that runs it, may report its end in bytes that
+// are not UTF-8. Lists and watches include it nevertheless.
 func TestHostileText(t *testing.T) {
 	const said = "panic: \xff\xfe\x00"
 	for name, m := range map[string]proto.Message{

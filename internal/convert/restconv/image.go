@@ -41,7 +41,7 @@ func FromRegistryLogin(l sandbox.RegistryLogin) rest.RegistryLogin {
 	return rest.RegistryLogin{Namespace: string(l.Namespace), Registry: string(l.Registry), Username: l.Username, Changed: l.Changed}
 }
 
-// ToRegistryLogin reads what is known of credentials.
+// ToRegistryLogin reads the public part of credentials.
 func ToRegistryLogin(g rest.RegistryLogin) (sandbox.RegistryLogin, error) {
 	var r convert.Reader
 	return sandbox.RegistryLogin{

@@ -107,8 +107,8 @@ func TestRefuses(t *testing.T) {
 	}
 }
 
-// TestRoundTripOfImages: what is asked of images and registries, and answered, is read as
-// what it was.
+// TestRoundTripOfImages: requests and answers about images and registries are the same
+// after conversion in both directions.
 func TestRoundTripOfImages(t *testing.T) {
 	converttest.Pair[sandbox.Image, rest.Image]{From: FromImage, To: ToImage}.Check(t)
 	converttest.Pair[sandbox.PublishRequest, rest.ImagePublish]{From: FromPublish, To: ToPublish}.Check(t)

@@ -17,23 +17,23 @@ import (
 	"agentrun.dev/internal/storage/image/tree"
 )
 
-// BuildOptions are how an image is built.
+// BuildOptions say how an image is built.
 type BuildOptions struct {
 	Names []Reference
 	// NoCache builds even if the same recipe was built before; packages may be
 	// newer since.
 	NoCache bool
-	// Log is told what the programs say that build it.
+	// Log receives the output of the programs that build it.
 	Log      io.Writer
 	Progress func(Progress)
 }
 
-// buildVersion is part of what is hashed: images of an older builder are built
-// again.
+// buildVersion is part of the build key, so that images of an older builder are
+// built again.
 const buildVersion = 1
 
-// Build makes an image of Debian packages and Python wheels. A recipe that was
-// built before from the same archives is not built again.
+// Build makes an image of Debian packages and Python wheels. It does not repeat
+// a build of the same recipe from the same archives.
 func (s *Store) Build(ctx context.Context, r debian.Recipe, o BuildOptions) (*Image, error) {
 	img, err := s.build(ctx, r, o)
 	if err != nil {
@@ -115,7 +115,7 @@ func (s *Store) build(ctx context.Context, r debian.Recipe, o BuildOptions) (_ *
 	return img, nil
 }
 
-// sourceDateEpoch is the time that reproducible builds agree on
+// sourceDateEpoch is the time that reproducible builds use for all files
 // (reproducible-builds.org/specs/source-date-epoch), if it is set.
 func sourceDateEpoch() (time.Time, error) {
 	text := os.Getenv("SOURCE_DATE_EPOCH")
@@ -129,7 +129,7 @@ func sourceDateEpoch() (time.Time, error) {
 	return time.Unix(n, 0), nil
 }
 
-// buildKey is the hash of all that goes into a build.
+// buildKey is the hash of all inputs of a build.
 func buildKey(r debian.Recipe, sources []string, epoch time.Time) (string, error) {
 	b, err := json.Marshal(map[string]any{"version": buildVersion, "recipe": r, "sources": sources, "epoch": epoch.Unix(), "platform": DefaultPlatform})
 	if err != nil {
@@ -149,7 +149,7 @@ func (s *Store) built(ctx context.Context, key string, named []Reference) (*Imag
 		if e.BuildKey != key {
 			continue
 		}
-		// A damaged one is built again.
+		// A damaged image is built again.
 		if img, err := s.found(ctx, e.Digest, naming{names: named}); err == nil {
 			return img, nil
 		}
@@ -157,7 +157,7 @@ func (s *Store) built(ctx context.Context, key string, named []Reference) (*Imag
 	return nil, ErrNotFound
 }
 
-// buildConfig is how programs of a built image are run.
+// buildConfig says how programs of a built image are run.
 func buildConfig(r debian.Recipe) Config {
 	c := Config{
 		Env:    []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8"},

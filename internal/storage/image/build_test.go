@@ -101,7 +101,7 @@ func builtBefore(t *testing.T) *Store {
 	}
 	folder := filepath.Join(cache, "test-images")
 	now := time.Now()
-	others, _ := os.ReadDir(folder) // there may be none yet
+	others, _ := os.ReadDir(folder) // the folder may not exist yet
 	for _, o := range others {
 		if info, err := o.Info(); err == nil && now.Sub(info.ModTime()) > 3*24*time.Hour {
 			_ = os.RemoveAll(filepath.Join(folder, o.Name())) // of code that is gone

@@ -14,21 +14,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrInUse says that an image was not removed because something uses it.
+// ErrInUse says that an image was not removed because it is in use.
 var ErrInUse = errors.New("the image is in use")
 
-// Removed says what Remove did.
+// Removed says which name or image Remove has removed.
 type Removed struct {
 	Digest Digest
-	// Untagged is the name that was taken away, if any.
+	// Untagged is the name that was removed, if any.
 	Untagged string
 	// Deleted says that the image is gone: it had no other name.
 	Deleted bool
 }
 
-// Remove takes a published name away from an image, and deletes the image if that was the
-// last and no namespace has one; by its digest it deletes it with all names. An image in
-// use stays as it is: ErrInUse.
+// Remove takes a published name away from an image. It deletes the image if that was its
+// last name, namespaces' names included. With a digest it deletes the image with all
+// names. An image in use stays unchanged: ErrInUse.
 func (s *Store) Remove(ctx context.Context, text string) (r Removed, err error) {
 	var trash string
 	err = s.locked(ctx, func() error {
@@ -65,21 +65,22 @@ func (s *Store) Remove(ctx context.Context, text string) (r Removed, err error) 
 	return r, errors.Join(err, emptyTrash(trash))
 }
 
-// discard moves an image that nothing uses to where work is. The store is
-// locked; emptying it may take its time after that.
+// discard moves an image that is not in use to the folder work. The store is
+// locked. The caller may empty the trash later, without the lock.
 func (s *Store) discard(d Digest) (trash string, err error) {
 	if err := s.unused(d); err != nil {
 		return "", err
 	}
-	// Before it goes: of an image that comes later by this digest nobody has been told yet.
+	// Before the image goes: rights to it must not apply to an image that comes later with
+	// this digest.
 	if err := s.changeRights(func(r rights) { r.forget(map[Digest]bool{d: true}) }); err != nil {
 		return "", err
 	}
 	return s.move(d)
 }
 
-// unused refuses an image that something uses. The store is locked: until it is not any more
-// nothing begins to.
+// unused refuses an image that is in use. The store is locked: until it is unlocked no use
+// begins.
 func (s *Store) unused(d Digest) error {
 	holders, err := s.Holders(d)
 	if err != nil {
@@ -102,7 +103,7 @@ func (s *Store) unused(d Digest) error {
 	return nil
 }
 
-// move moves an image whose rights were forgotten to where work is.
+// move moves an image whose rights were forgotten to the folder work.
 func (s *Store) move(d Digest) (trash string, err error) {
 	trash, err = os.MkdirTemp(s.path(workName), "trash-")
 	if err != nil {
@@ -121,16 +122,16 @@ func emptyTrash(trash string) error {
 	return os.RemoveAll(trash)
 }
 
-// Pruned says what Prune removed.
+// Pruned lists the images that Prune removed.
 type Pruned struct {
 	Images []Digest `json:"images"`
 	// Freed is the size of their files.
 	Freed int64 `json:"freed"`
 }
 
-// Prune deletes images that have no name, not even in a namespace, and that nothing uses,
-// and what killed processes have left. With all it deletes those with names, too. What a pull
-// or a build is making it leaves alone.
+// Prune deletes images that are not in use and have no name, not even in a namespace. It also
+// removes the files left by killed processes. With all it deletes images with names, too. It
+// leaves pulls and builds in progress alone.
 func (s *Store) Prune(ctx context.Context, all bool) (p Pruned, err error) {
 	var trash []string
 	err = s.locked(ctx, func() error {
@@ -145,7 +146,7 @@ func (s *Store) Prune(ctx context.Context, all bool) (p Pruned, err error) {
 		if err != nil {
 			return err
 		}
-		// What is known of them is written once for all, not once for each.
+		// The rights are written once for all images, not once for each.
 		known, gone := c.byDigest(), map[Digest]bool{}
 		for _, d := range digests {
 			_, loadErr := s.load(d)
@@ -162,7 +163,8 @@ func (s *Store) Prune(ctx context.Context, all bool) (p Pruned, err error) {
 		if len(gone) == 0 {
 			return nil
 		}
-		// Before they go: of an image that comes later by this digest nobody has been told yet.
+		// Before the images go: rights to them must not apply to images that come later with
+		// these digests.
 		err = errors.Join(s.changeRights(func(r rights) { r.forget(gone) }), s.changeNames(func(n map[string]Digest) {
 			maps.DeleteFunc(n, func(_ string, d Digest) bool { return gone[d] })
 		}))
@@ -192,8 +194,9 @@ func (s *Store) Prune(ctx context.Context, all bool) (p Pruned, err error) {
 	return p, err
 }
 
-// sweepLocks removes the lock files of images that nobody is making. The store
-// is locked; whoever waits for such a lock notices that its file is gone.
+// sweepLocks removes the lock files of images that are not being made. The
+// store is locked. A process that waits for such a lock notices that its file
+// is gone.
 func (s *Store) sweepLocks() error {
 	entries, err := os.ReadDir(s.path(makingName))
 	if err != nil {

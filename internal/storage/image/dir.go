@@ -17,14 +17,14 @@ import (
 	"agentrun.dev/internal/storage/image/tree"
 )
 
-// FromDir packs a folder into an EROFS image at out, which appears whole or
-// not at all. The image has no inline data and no compression, so that every
-// engine can read it and pages map straight onto the file.
+// FromDir packs a folder into an EROFS image at out, which appears whole or not
+// at all. The image has no inline data and no compression, so that every engine
+// can read it and pages map straight onto the file.
 func FromDir(ctx context.Context, dir, out string) error { return pack(ctx, dir, out, true) }
 
-// FromDirPlain is FromDir without extended attributes, which gVisor cannot read:
-// a file that has any could not be opened. lost names the files that had some,
-// such as the capabilities of programs, from the folder on.
+// FromDirPlain is FromDir without extended attributes, because gVisor cannot
+// open files that have any. lost names the files that had some, such as programs
+// with capabilities, relative to the folder.
 func FromDirPlain(ctx context.Context, dir, out string) (lost []string, err error) {
 	if lost, err = withXattrs(dir); err != nil {
 		return nil, err
@@ -32,8 +32,8 @@ func FromDirPlain(ctx context.Context, dir, out string) (lost []string, err erro
 	return lost, pack(ctx, dir, out, false)
 }
 
-// Unnamed packs a folder as FromDir does, or as FromDirPlain, into a file without a
-// name: nothing of it is left when this process ends, even if it is killed.
+// Unnamed packs a folder like FromDir, or like FromDirPlain, into a file without a
+// name. The file disappears with this process, even if it is killed.
 func Unnamed(ctx context.Context, dir string, plain bool) (_ *os.File, lost []string, err error) {
 	if plain {
 		if lost, err = withXattrs(dir); err != nil {
@@ -45,14 +45,14 @@ func Unnamed(ctx context.Context, dir string, plain bool) (_ *os.File, lost []st
 		return nil, nil, fmt.Errorf("pack root filesystem: %w", err)
 	}
 	defer func() { err = errors.Join(err, tmp.Close()) }()
-	// Not O_TMPFILE: overlay filesystems have learnt it only in Linux 6.2.
+	// Not O_TMPFILE: overlay filesystems support it only since Linux 6.2.
 	if err := os.Remove(tmp.Name()); err != nil {
 		return nil, nil, fmt.Errorf("pack root filesystem: %w", err)
 	}
 	if err := packInto(ctx, dir, tmp, !plain); err != nil {
 		return nil, nil, err
 	}
-	// Whoever gets it is not to write to it.
+	// The caller must not be able to write to it.
 	f, err := os.Open("/proc/self/fd/" + strconv.Itoa(int(tmp.Fd())))
 	if err != nil {
 		return nil, nil, fmt.Errorf("pack root filesystem: %w", err)
@@ -91,7 +91,7 @@ func pack(ctx context.Context, dir, out string, xattrs bool) error {
 
 // packInto packs a folder into an empty file.
 func packInto(ctx context.Context, dir string, out *os.File, xattrs bool) (err error) {
-	// mkfs.erofs would pack a link to the folder as what it is.
+	// mkfs.erofs would pack a symbolic link to the folder as a symbolic link.
 	if dir, err = filepath.EvalSymlinks(dir); err != nil {
 		return fmt.Errorf("root filesystem: %w", err)
 	}
@@ -115,7 +115,7 @@ func packInto(ctx context.Context, dir string, out *os.File, xattrs bool) (err e
 	cmd := exec.CommandContext(ctx, mkfs, append(args, "/proc/self/fd/3", dir)...)
 	cmd.ExtraFiles = []*os.File{out}
 	cmd.Stderr = &said
-	// Nobody else would end it if this process is killed.
+	// If this process is killed, the kernel ends mkfs.erofs.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	if err := runLocked(cmd); err != nil {
 		return fmt.Errorf("pack root filesystem %s with mkfs.erofs: %w: %s", dir, err, strings.TrimSpace(said.String()))
@@ -126,7 +126,7 @@ func packInto(ctx context.Context, dir string, out *os.File, xattrs bool) (err e
 	return nil
 }
 
-// packUUID is every image's: what tells them apart is their digest.
+// packUUID is the same in all images: their digests distinguish them.
 const packUUID = "00000000-0000-0000-0000-000000000000"
 
 // The superblock (fs/erofs/erofs_fs.h).
@@ -139,8 +139,8 @@ const (
 	buildTimeSize   = 12
 )
 
-// clearBuildTime makes the image independent of when it was packed. All inodes
-// have times of their own: the superblock's says nothing.
+// clearBuildTime makes the image independent of the time of packing. All inodes
+// have times of their own: the superblock's is not used.
 func clearBuildTime(f *os.File) error {
 	sb := make([]byte, blockSize-superblockAt)
 	if _, err := f.ReadAt(sb, superblockAt); err != nil {

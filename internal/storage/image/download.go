@@ -20,7 +20,8 @@ import (
 )
 
 // download fetches the layers of one image. A layer is unpacked when all of it
-// is here and has the right digest, while those above it are on their way.
+// has come and has the right digest. Meanwhile the layers above it are being
+// fetched.
 type download struct {
 	puller     *remote.Puller
 	repository name.Repository
@@ -32,7 +33,8 @@ const (
 	parallelLayers = 3
 	layerAttempts  = 4
 	firstBackoff   = 200 * time.Millisecond
-	// stallTimeout is how long a layer may not get on before it is tried again.
+	// stallTimeout is how long a layer may make no progress before it is
+	// fetched again.
 	stallTimeout = time.Minute
 )
 
@@ -49,7 +51,7 @@ func (d *download) apply(ctx context.Context, m *manifest, t *tree.Tree) error {
 	for i := range m.layers {
 		here[i] = make(chan struct{})
 	}
-	g.Go(func() error { // layers start in their order, to be unpacked in it
+	g.Go(func() error { // layers start in their order, because they are unpacked in it
 		for i, l := range m.layers {
 			select {
 			case slots <- struct{}{}:
@@ -120,8 +122,8 @@ func (d *download) allHere(here []chan struct{}) bool {
 	return true
 }
 
-// applyFile applies a layer that is in a file, and checks that it is the one
-// that the configuration means.
+// applyFile applies a layer from a file, and checks that it is the one in the
+// configuration.
 func applyFile(ctx context.Context, t *tree.Tree, path string, diffID v1.Hash) error {
 	f, err := os.Open(path)
 	if err != nil {
@@ -142,8 +144,8 @@ func applyLayer(ctx context.Context, t *tree.Tree, r io.Reader, diffID v1.Hash) 
 	return nil
 }
 
-// errWrongContent says that what a registry serves is not what was asked for;
-// asking again does not help.
+// errWrongContent says that a registry serves content that does not match its
+// digest. Another attempt does not help.
 var errWrongContent = errors.New("the registry served other content than the manifest names")
 
 func (d *download) layerTo(ctx context.Context, l v1.Descriptor, path string) error {
@@ -154,7 +156,8 @@ func (d *download) layerTo(ctx context.Context, l v1.Descriptor, path string) er
 	return errors.Join(d.layer(ctx, l, f), f.Close())
 }
 
-// layer fetches one layer into an empty file, again if the connection breaks.
+// layer fetches one layer into an empty file, and tries again if the connection
+// breaks.
 func (d *download) layer(ctx context.Context, l v1.Descriptor, f *os.File) error {
 	wait := firstBackoff
 	for attempt := 1; ; attempt++ {
@@ -195,7 +198,7 @@ func (d *download) attempt(ctx context.Context, l v1.Descriptor, f *os.File) (er
 	if _, err := f.Seek(0, io.SeekStart); err != nil {
 		return err
 	}
-	if err := f.Truncate(0); err != nil { // of an attempt before
+	if err := f.Truncate(0); err != nil { // from an earlier attempt
 		return err
 	}
 	hash := sha256.New()
@@ -203,7 +206,7 @@ func (d *download) attempt(ctx context.Context, l v1.Descriptor, f *os.File) (er
 		stalled.Reset(stallTimeout)
 		d.report.Bytes(int64(n))
 	}}
-	// One byte more than there should be tells that there is more.
+	// One byte more than the size shows that the content is too long.
 	n, err := io.Copy(io.MultiWriter(f, hash), io.LimitReader(in, l.Size+1))
 	got := newDigest([sha256.Size]byte(hash.Sum(nil)))
 	switch {
@@ -212,7 +215,7 @@ func (d *download) attempt(ctx context.Context, l v1.Descriptor, f *os.File) (er
 	case n == l.Size && string(got) != l.Digest.String():
 		err = fmt.Errorf("%w: its digest is %s", errWrongContent, got)
 	case n == l.Size:
-		return nil // an error behind the last byte changes nothing
+		return nil // an error after the last byte does not matter
 	case err == nil:
 		err = io.ErrUnexpectedEOF
 	}
@@ -226,7 +229,7 @@ func (d *download) attempt(ctx context.Context, l v1.Descriptor, f *os.File) (er
 	return err
 }
 
-// meter tells how much was read.
+// meter reports how many bytes were read.
 type meter struct {
 	io.Reader
 	moved func(n int)

@@ -23,28 +23,29 @@ import (
 	"golang.org/x/net/publicsuffix"
 )
 
-// gate is the only way to registries, and to where they send us: token servers
-// and stores of blobs.
+// gate is the only way to registries, and to the servers that they refer us to:
+// token servers and stores of blobs.
 type gate struct {
 	registries Registries
 	registry   string // that of the reference
 	tenant     *Tenant
 	others     *http.Transport
 	byHost     map[string]*http.Transport
-	proxies    sync.Map // host:port of those that were asked for
+	proxies    sync.Map // host:port of the proxies in use
 }
 
-// Bounds of what a registry may make us wait for or read.
+// Bounds of the time that we wait for a registry, and of the data that we read
+// from it.
 const (
-	// headerTimeout is how long a registry may think before it answers.
+	// headerTimeout is the time until a registry must answer.
 	headerTimeout = time.Minute
 	// dialTimeout and handshakeTimeout are those of a pull for a tenant.
 	dialTimeout      = 10 * time.Second
 	handshakeTimeout = 10 * time.Second
 	maxHeader        = 256 << 10
-	// maxError is how much is read of an answer that is an error, maxManifest of a manifest
-	// or an index, maxDocument of another one that is not a layer. A list of many empty
-	// objects takes several hundred times as much memory as text.
+	// maxError bounds an answer that is an error, maxManifest a manifest or an index, and
+	// maxDocument any other document that is not a layer. A list of many empty objects
+	// takes several hundred times as much memory as text.
 	maxError    = 64 << 10
 	maxManifest = 512 << 10
 	maxDocument = maxConfig + 1
@@ -68,8 +69,8 @@ func (r Registries) transport(ref Reference, tenant *Tenant) (*gate, error) {
 	if g.others, err = g.newTransport(r.CAFiles, nil); err != nil {
 		return nil, err
 	}
-	// A registry that nobody has named leads to no closed address, not even to those of
-	// registries that have names.
+	// A registry that is not in the settings may not reach closed addresses, not even
+	// those of registries in the settings.
 	_, named := r.Hosts[g.registry]
 	for host, settings := range r.Hosts {
 		opens, err := settings.opens(host)
@@ -90,7 +91,8 @@ func (r Registries) transport(ref Reference, tenant *Tenant) (*gate, error) {
 	return g, nil
 }
 
-// newTransport makes the transport of hosts that may have closed addresses of some ranges.
+// newTransport makes the transport for hosts that may have closed addresses of some
+// ranges.
 func (g *gate) newTransport(caFiles []string, opens []netip.Prefix) (*http.Transport, error) {
 	base, ok := remote.DefaultTransport.(*http.Transport)
 	if !ok {
@@ -133,7 +135,7 @@ func (g *gate) newTransport(caFiles []string, opens []netip.Prefix) (*http.Trans
 	return t, nil
 }
 
-// proxy is the proxy of the environment. Its address may be a closed one.
+// proxy is the proxy of the environment. It may have a closed address.
 func (g *gate) proxy(req *http.Request) (*url.URL, error) {
 	u, err := http.ProxyFromEnvironment(req)
 	if err != nil || u == nil {
@@ -147,8 +149,8 @@ func (g *gate) proxy(req *http.Request) (*url.URL, error) {
 	return u, nil
 }
 
-// dialer connects to no closed address but those in opens. It looks at the address that a
-// socket is about to be connected to, which no answer of DNS changes any more.
+// dialer connects to no closed address except those in opens. It checks the address that
+// a socket is about to be connected to, which no answer of DNS can change any more.
 func (g *gate) dialer(opens []netip.Prefix) *net.Dialer {
 	return &net.Dialer{
 		Timeout: dialTimeout, Resolver: g.tenant.resolver,
@@ -171,8 +173,8 @@ func (g *gate) check(a netip.Addr, opens []netip.Prefix) error {
 	return fmt.Errorf("%s (to open it for a registry, its entry in the settings of registries has to have the address in addresses, and the registry that the image is named by an entry, too)", v.Reason)
 }
 
-// RoundTrip refuses plain HTTP to hosts that it was not allowed for, and TLS to
-// those that it was: neither is ever tried to see which works. For a tenant it refuses more.
+// RoundTrip refuses plain HTTP to hosts that it is not allowed for, and TLS to those that it
+// is allowed for: neither is ever tried to see which works. For a tenant it refuses more.
 func (g *gate) RoundTrip(req *http.Request) (*http.Response, error) {
 	res, err := g.send(req)
 	if err == nil && req.Method == http.MethodGet {
@@ -226,8 +228,8 @@ func (g *gate) to(host string) *http.Transport {
 	return g.others
 }
 
-// mayHear refuses to tell the credentials for a registry to a host that is not of its site,
-// and that nobody has named.
+// mayHear refuses to send the credentials for a registry to a host that is neither of its
+// site nor in the settings.
 func (g *gate) mayHear(host string, req *http.Request) error {
 	tells := strings.HasPrefix(req.Header.Get("Authorization"), "Basic ") || req.Method == http.MethodPost
 	if _, named := g.registries.Hosts[host]; !tells || named || sameSite(host, g.registry) {
@@ -254,7 +256,7 @@ func (g *gate) close() {
 	}
 }
 
-// wantsManifest reports whether a manifest was asked for, wherever the registry has led to since.
+// wantsManifest reports whether the original request was for a manifest, before any redirects.
 func wantsManifest(req *http.Request) bool {
 	for req.Response != nil && req.Response.Request != nil {
 		req = req.Response.Request
@@ -262,8 +264,8 @@ func wantsManifest(req *http.Request) bool {
 	return path.Base(path.Dir(req.URL.Path)) == "manifests" // …/manifests/TAG
 }
 
-// discreet is a body for a tenant. The error of a connection that breaks has the addresses of
-// both ends in it, one of which is the node's.
+// discreet is a body for a tenant. The error of a broken connection contains the addresses of
+// both ends, one of which is the node's.
 type discreet struct {
 	io.ReadCloser
 	registry string
@@ -280,10 +282,11 @@ func (d *discreet) Read(p []byte) (int, error) {
 	return n, &Unreachable{d.registry, err}
 }
 
-// layerBody marks the context of a request for a layer, whose size its reader bounds.
+// layerBody marks the ctx of a request for a layer, whose size its reader bounds.
 type layerBody struct{}
 
-// bounded is a body that ends after so many bytes; a strict one ends with an error.
+// bounded is a body that ends after this many bytes. A strict one ends with an
+// error.
 type bounded struct {
 	io.ReadCloser
 	left   int64

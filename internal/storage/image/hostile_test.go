@@ -20,8 +20,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestSlowRegistryOfAnother: a tenant whose own registry serves the manifest of an image of
-// others, and never its layers, keeps nobody else from making that image, or from finding it.
+// TestSlowRegistryOfAnother: if a tenant's own registry serves the manifest of another
+// tenant's image, but never its layers, other makers can still make that image and find it.
 func TestSlowRegistryOfAnother(t *testing.T) {
 	for _, here := range []bool{false, true} {
 		s, good, evil := newStore(t), newRegistry(t, plainHTTP), newRegistry(t, plainHTTP)
@@ -66,7 +66,8 @@ func TestSlowRegistryOfAnother(t *testing.T) {
 		}
 		wantNotHere(t, s, "evil", string(digestOf(t, img)))
 		close(free)
-		// It has received all of it in the end, whoever was faster.
+		// It has received the entire image in the end, whichever maker was
+		// faster.
 		if err := <-ended; err != nil {
 			t.Errorf("here %v: the slow one: %v", here, err)
 		}
@@ -157,8 +158,9 @@ func TestBrokenLayer(t *testing.T) {
 	}
 }
 
-// TestHugeLayers: an image whose layers are more than archives of what it may expand to is
-// refused before any of them is fetched: they would be on the disk before they are unpacked.
+// TestHugeLayers: an image whose layers are larger than archives of the largest allowed root
+// filesystem is refused before any layer is fetched: they would be stored on the disk before
+// they are unpacked.
 func TestHugeLayers(t *testing.T) {
 	r, s := newRegistry(t, plainHTTP), newStore(t)
 	img := small(t, "one")

@@ -14,9 +14,10 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 )
 
-// Digest names an image: "sha256:" and 64 hexadecimal digits. Of a pulled or
-// imported image it is that of the platform's manifest (of its configuration,
-// where an archive has no manifest), of a built one that of its content.
+// Digest names an image: "sha256:" and 64 hexadecimal digits. For a pulled or
+// imported image it is the digest of the platform's manifest (of its
+// configuration, if an archive has no manifest). For a built image it is the
+// digest of its content.
 type Digest string
 
 var digestPattern = regexp.MustCompile(`^sha256:[0-9a-f]{64}$`)
@@ -33,36 +34,37 @@ func newDigest(sum [32]byte) Digest { return Digest("sha256:" + hex.EncodeToStri
 
 func (d Digest) hex() string { return strings.TrimPrefix(string(d), "sha256:") }
 
-// Short is the digest as lists show it; it is taken as a name, too.
+// Short is the form of the digest in lists. It is accepted as a name, too.
 func (d Digest) Short() string { return d.hex()[:shortDigest] }
 
 const shortDigest = 12
 
-// Image is what is known of an image. It is kept as JSON beside the image.
+// Image describes an image. It is kept as JSON beside the image.
 type Image struct {
 	// Schema is the version of this form.
 	Schema   int    `json:"schema"`
 	Digest   Digest `json:"digest"`
 	Platform string `json:"platform"`
-	// Source is the reference it was pulled by, or what it was made of.
+	// Source is the reference it was pulled by, or the origin that it was made
+	// from.
 	Source  string    `json:"source"`
 	Created time.Time `json:"created,omitzero"` // as the image says
 	Stored  time.Time `json:"stored"`
 	Config  Config    `json:"config"`
 	Root    File      `json:"root"`
 	// Plain is the root without extended attributes, for engines that cannot
-	// read them; nil if the root has none.
+	// read them; nil if the root has no extended attributes.
 	Plain *File `json:"plain,omitempty"`
 	// Unpacked is the size of all files in it.
 	Unpacked int64 `json:"unpacked"`
-	// Capabilities are the programs that have file capabilities: they lose
-	// them on engines that take the plain root.
+	// Capabilities are the programs that have file capabilities: they lose them
+	// on engines that use the plain root.
 	Capabilities []string `json:"capabilities,omitempty"`
 	// DroppedXattrs are extended attributes that were left out.
 	DroppedXattrs []string `json:"droppedXattrs,omitempty"`
-	// BuildKey is the hash of what a built image was made of.
+	// BuildKey is the hash of all inputs of a built image.
 	BuildKey string `json:"buildKey,omitempty"`
-	// Names are the local names, as of when it was looked up.
+	// Names are the local names at the time of the lookup.
 	Names []string `json:"names,omitempty"`
 }
 
@@ -75,7 +77,7 @@ type File struct {
 	SHA256 string `json:"sha256"`
 }
 
-// Config is how an image's programs want to be run.
+// Config says how an image's programs are to be run.
 type Config struct {
 	Env          []string          `json:"env,omitempty"` // NAME=VALUE
 	User         string            `json:"user,omitempty"`
@@ -87,8 +89,8 @@ type Config struct {
 	StopSignal   string            `json:"stopSignal,omitempty"`
 }
 
-// Command is what runs when args are given, or none: as with docker run, args
-// take the place of Cmd and follow the entrypoint.
+// Command is the argv to run with args, which may be empty. As with docker run,
+// args replace Cmd and follow the entrypoint.
 func (c Config) Command(args []string) []string {
 	if len(args) == 0 {
 		args = c.Cmd
@@ -112,8 +114,8 @@ func (c Config) Environ(changes []string) []string {
 	return append(out, changes...)
 }
 
-// configOf takes what is used from an image's configuration, and checks it: it
-// comes from whoever made the image.
+// configOf takes the fields in use from an image's configuration, and checks
+// them: its author is not trusted.
 func configOf(c v1.Config) (Config, error) {
 	out := Config{
 		Env: c.Env, User: c.User, WorkingDir: c.WorkingDir,

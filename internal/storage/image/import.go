@@ -19,7 +19,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 )
 
-// ImportOptions are how images are imported.
+// ImportOptions say how images are imported.
 type ImportOptions struct {
 	Platform Platform
 	// Name is a name for the image, if there is exactly one.
@@ -28,15 +28,16 @@ type ImportOptions struct {
 	Progress func(Progress)
 }
 
-// found in an archive or folder: an image, and how to read its layers.
+// importable is an image in an archive or folder, with a function that opens
+// its layers.
 type importable struct {
 	manifest *manifest
 	names    []Reference
 	open     func(layer int) (io.ReadCloser, error)
 }
 
-// Import takes images from an OCI layout, as a folder or in a tar archive, or
-// from what docker save writes, compressed or not.
+// Import imports images from an OCI layout, as a folder or in a tar archive, or
+// from the output of docker save, compressed or not.
 func (s *Store) Import(ctx context.Context, path string, o ImportOptions) ([]*Image, error) {
 	imgs, err := s.importFrom(ctx, path, o)
 	if err != nil {
@@ -92,8 +93,8 @@ func (s *Store) importFrom(ctx context.Context, path string, o ImportOptions) (_
 	return out, nil
 }
 
-// unpackArchive unpacks an archive of images: it is as hostile as a layer, and
-// holds files and folders only.
+// unpackArchive unpacks an archive of images. It is as hostile as a layer, and
+// may hold files and folders only.
 func unpackArchive(ctx context.Context, path, dir string, limits tree.Limits) (err error) {
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return err
@@ -141,7 +142,7 @@ func (i *importable) applyLayer(ctx context.Context, t *tree.Tree, n int) error 
 }
 
 // findImages tells the two forms apart. Since version 25 docker save writes
-// both; the OCI layout says more.
+// both; the OCI layout has more information.
 func findImages(dir string, platform Platform) (found []*importable, err error) {
 	root, err := os.OpenRoot(dir)
 	if err != nil {
@@ -215,7 +216,7 @@ func savedImage(root *os.Root, dir string, d tarball.Descriptor, platform Platfo
 	return i, m.validate()
 }
 
-// openRegular opens a file, and nothing else: a FIFO would never answer.
+// openRegular opens a regular file only: a FIFO would never answer.
 func openRegular(root *os.Root, name string) (*os.File, error) {
 	info, err := root.Stat(name)
 	if err != nil {
@@ -238,8 +239,8 @@ func parseNames(texts []string) (out []Reference, err error) {
 	return out, nil
 }
 
-// Annotations that name an image in a layout; the first is what containerd and
-// docker write, the second is often a tag alone.
+// Annotations that name an image in a layout. containerd and docker write the
+// first; the second is often a tag alone.
 const (
 	annotationContainerd = "io.containerd.image.name"
 	annotationRefName    = "org.opencontainers.image.ref.name"
@@ -268,8 +269,8 @@ func layoutImages(dir string, platform Platform) (out []*importable, err error) 
 		if text == "" {
 			text = d.Annotations[annotationRefName]
 		}
-		// A tag alone names no image: it is then known by its digest, or by the
-		// name that was asked for.
+		// A tag alone names no image: the image is then known by its digest, or
+		// by the name that the caller gave.
 		if ref, err := ParseReference(text); err == nil && strings.ContainsAny(text, "/:@") {
 			i.names = []Reference{ref}
 		}
@@ -281,7 +282,7 @@ func layoutImages(dir string, platform Platform) (out []*importable, err error) 
 	return out, nil
 }
 
-// maxNesting is how deep indexes may be in each other.
+// maxNesting bounds the depth of nested indexes.
 const maxNesting = 4
 
 func layoutImage(dir string, index v1.ImageIndex, d v1.Descriptor, platform Platform, depth int) (*importable, error) {
@@ -322,14 +323,15 @@ func layoutImage(dir string, index v1.ImageIndex, d v1.Descriptor, platform Plat
 		if err != nil {
 			return nil, err
 		}
-		defer root.Close() // what was opened stays open
+		defer root.Close() // an open file stays open
 		h := m.layers[n].Digest
 		return openRegular(root, filepath.Join("blobs", h.Algorithm, h.Hex))
 	}}, nil
 }
 
-// checkBlobs makes sure that what the library reads as a whole, by path, is a
-// file and what its name says. Larger ones than maxConfig can only be layers.
+// checkBlobs ensures that each blob that the library reads as a whole, by path,
+// is a regular file with the digest in its name. Blobs larger than maxConfig
+// can only be layers.
 func checkBlobs(dir string) error {
 	root, err := os.OpenRoot(dir)
 	if err != nil {

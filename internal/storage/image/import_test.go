@@ -154,7 +154,7 @@ func TestImport(t *testing.T) {
 	}
 }
 
-// TestImportChooses: platforms, names that are none, and several images.
+// TestImportChooses: platforms, invalid names, and several images.
 func TestImportChooses(t *testing.T) {
 	s := newStore(t)
 	var index v1.ImageIndex = empty.Index

@@ -9,9 +9,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Locks are flock(2)s: they exclude other processes and other goroutines of
-// this one alike, since each takes its own open file, and end with their owner
-// however it ends.
+// Locks are flock(2)s. They exclude other processes and other goroutines of
+// this process alike, since each opens the file itself. A lock ends with its
+// owner, even if the owner is killed.
 
 // lockFile waits for a lock on a file, which it makes if it is missing.
 func lockFile(ctx context.Context, path string, how int) (*os.File, error) {
@@ -22,12 +22,12 @@ func lockFile(ctx context.Context, path string, how int) (*os.File, error) {
 	if tryLock(f, how) == nil {
 		return f, nil
 	}
-	got := make(chan error) // not buffered: what it takes in was received
+	got := make(chan error) // not buffered: a sent value was received
 	go func() {
 		err := flock(f, how)
 		select {
 		case got <- err:
-		case <-ctx.Done(): // nobody waits any more
+		case <-ctx.Done(): // the caller has stopped waiting
 			_ = f.Close()
 		}
 	}()
@@ -42,8 +42,9 @@ func lockFile(ctx context.Context, path string, how int) (*os.File, error) {
 	}
 }
 
-// lockMaking waits until nobody else makes an image of this key. Files of locks
-// are removed when nobody has them: one that was, while we waited, is no lock.
+// lockMaking waits until it has the right to make an image of this key. Unused
+// lock files are removed: a lock whose file was removed while we waited does
+// not count.
 func (s *Store) lockMaking(ctx context.Context, key string, waiting func()) (*os.File, error) {
 	path := s.path(makingName, key+".lock")
 	for {
@@ -80,5 +81,5 @@ func flock(f *os.File, how int) error {
 	}
 }
 
-// tryLock fails with EWOULDBLOCK if someone else has a lock.
+// tryLock fails with EWOULDBLOCK if another owner has a lock.
 func tryLock(f *os.File, how int) error { return flock(f, how|unix.LOCK_NB) }

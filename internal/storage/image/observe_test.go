@@ -6,8 +6,8 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 )
 
-// TestPullObserved: whoever counts pulls is told what each fetched, which is
-// nothing if all of it is here, and how it failed.
+// TestPullObserved: the observer is told how many bytes each pull fetched,
+// which is 0 if all of the image is here, and how it failed.
 func TestPullObserved(t *testing.T) {
 	r, s := newRegistry(t, withTLS), newStore(t)
 	layer := layerOf(t, tarOf(t, map[string]string{"bin/": "", "bin/tool": "one"}))

@@ -2,39 +2,40 @@ package image
 
 import "sync"
 
-// Phase is what making an image is busy with.
+// Phase is the current step of making an image.
 type Phase string
 
 // Phases, in the order in which they come.
 const (
 	PhaseResolve   Phase = "resolve"  // ask the registry what a name means
-	PhaseWait      Phase = "wait"     // for someone else who makes the same image
-	PhaseDownload  Phase = "download" // bytes of layers; unpacking goes on beside it
+	PhaseWait      Phase = "wait"     // for another maker of the same image
+	PhaseDownload  Phase = "download" // bytes of layers, which are unpacked at the same time
 	PhaseUnpack    Phase = "unpack"   // layers
 	PhaseBootstrap Phase = "install packages"
 	PhasePip       Phase = "install wheels"
 	PhasePack      Phase = "pack"
 	PhaseVerify    Phase = "verify" // bytes of a snapshot
-	PhaseUpload    Phase = "upload" // likewise; what a registry has is not sent
+	PhaseUpload    Phase = "upload" // likewise; blobs that the registry has are not sent
 	PhaseDone      Phase = "done"
 )
 
-// Progress is where the work stands. Total is 0 when it is not known.
+// Progress is the state of the work. Total is 0 while it is unknown.
 type Progress struct {
 	Phase Phase
-	// Done of Total bytes are here, in the phase of downloads, or dealt with, in
-	// others that count bytes.
+	// Done of Total bytes have come, in the phase of downloads, or were
+	// processed, in other phases that count bytes.
 	Done, Total int64
-	// Layer of Layers is unpacked, counted from 1, in the phase of unpacking.
+	// Layer of Layers, counted from 1, is being unpacked. It is set in the
+	// phase of unpacking only.
 	Layer, Layers int
 }
 
 // Reporter calls a progress function, one call at a time.
 type Reporter struct {
 	mu sync.Mutex // protects the calls, now and came
-	// now is where the work stands.
+	// now is the latest progress.
 	now    Progress
-	came   int64 // bytes, those that were lost included
+	came   int64 // bytes, including lost ones
 	report func(Progress)
 }
 
@@ -49,7 +50,8 @@ func (r *Reporter) Phase(p Progress) {
 	r.call()
 }
 
-// Bytes reports that so many more were moved, or were lost if negative.
+// Bytes reports that n more bytes were moved; if n is negative, that they were
+// lost.
 func (r *Reporter) Bytes(n int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -7,9 +7,10 @@ import (
 	"slices"
 )
 
-// Publish lets all namespaces use an image that is here. Names of a namespace are looked at
-// first, if one is given; otherwise it is found as Resolve finds it for root. Its published
-// names are those given, or else the namespace's name that it was found by.
+// Publish lets all namespaces use an image of the store. It first looks at the names of the
+// namespace, if one is given, and then finds the image as Resolve does for root. It
+// publishes it under the given names, or else under the namespace's name that it was found
+// by.
 func (s *Store) Publish(ctx context.Context, namespace, text string, named ...Reference) (img *Image, err error) {
 	err = s.locked(ctx, func() error {
 		c, err := s.readCatalog()
@@ -43,9 +44,9 @@ func (s *Store) Publish(ctx context.Context, namespace, text string, named ...Re
 	return img, err
 }
 
-// Unpublish takes a published name away; with the last one the image is nobody's any more
-// but of the namespaces that have names for it. By its digest it takes all published names
-// away. The image stays, and what was made of it.
+// Unpublish takes a published name away. Without published names only the namespaces that
+// have names of their own for the image may use it. With its digest it takes all published
+// names away. The image stays, and so does everything made from it.
 func (s *Store) Unpublish(ctx context.Context, text string) (d Digest, err error) {
 	err = s.locked(ctx, func() error {
 		c, err := s.readCatalog()
@@ -61,8 +62,8 @@ func (s *Store) Unpublish(ctx context.Context, text string) (d Digest, err error
 	return d, err
 }
 
-// unname takes the published name text away from an image, or all of them if text is its
-// digest. The store is locked.
+// unname takes the published name text away from an image, or all published names if
+// text is its digest. The store is locked.
 func (s *Store) unname(c catalog, d Digest, text string) error {
 	var gone []string
 	last := true
@@ -77,8 +78,8 @@ func (s *Store) unname(c catalog, d Digest, text string) error {
 			last = false
 		}
 	}
-	// The names are the last to go: by one of them whoever was killed in between can be told
-	// again to take it away. Without a name the image would stay published unseen.
+	// The names go last: if this process is killed in between, the call can be repeated with
+	// one of them. Without a name the image would stay published unseen.
 	if last {
 		if err := s.changeRights(func(r rights) { r.publish(d, false) }); err != nil {
 			return err
@@ -91,8 +92,9 @@ func (s *Store) unname(c catalog, d Digest, text string) error {
 	})
 }
 
-// RemoveIn takes a name away from a namespace, and deletes the image if nobody else has
-// one for it and it is not published. An image in use stays as it is: ErrInUse.
+// RemoveIn takes a name away from a namespace. It deletes the image if no other
+// namespace has a name for it and it is not published. An image in use stays unchanged:
+// ErrInUse.
 func (s *Store) RemoveIn(ctx context.Context, namespace, text string) error {
 	ref, err := ParseReference(text)
 	if err != nil {
@@ -121,23 +123,24 @@ func (s *Store) RemoveIn(ctx context.Context, namespace, text string) error {
 	return errors.Join(err, emptyTrash(trash))
 }
 
-// naming is how an image that is made, or found, is named.
+// naming has the names for an image that is made or found.
 type naming struct {
 	names []Reference
-	// namespace has the names; empty publishes them.
+	// namespace gets the names; empty publishes them.
 	namespace string
-	// repository is where all of the image came from, if it came from one.
+	// repository is the source of the entire image, if it came from one.
 	repository string
-	// proven says that all of the image was received for this.
+	// proven says that the namespace has received the entire image in this
+	// pull.
 	proven bool
 }
 
-// errUnproven says that an image is here, and that the namespace has not shown yet that it
-// may use it.
+// errUnproven says that an image is in the store, but that the namespace has not proven
+// yet that it may use it.
 var errUnproven = errors.New("the right to the image is not proven")
 
-// prove refuses to name an image in a namespace that has not shown that it may use it. The
-// store is locked.
+// prove refuses to name an image in a namespace that has not proven that it may use it.
+// The store is locked.
 func (s *Store) prove(d Digest, as naming) error {
 	if as.namespace == "" || as.proven {
 		return nil

@@ -21,24 +21,25 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// PullOptions are how an image is pulled. The zero value is good.
+// PullOptions say how an image is pulled. The zero value has good defaults.
 type PullOptions struct {
 	Platform   Platform
 	Registries Registries
-	// Limits bound what the image expands to; zero is tree.DefaultLimits.
+	// Limits bound the size of the unpacked image; zero is tree.DefaultLimits.
 	Limits tree.Limits
-	// Tenant is for whom it is pulled; nil is root, who publishes it.
+	// Tenant is the namespace to pull for; nil pulls for root, and publishes
+	// the image.
 	Tenant *Tenant
-	// Progress is called, one call at a time, whenever there is some.
+	// Progress is called with each progress, one call at a time.
 	Progress func(Progress)
 	// Observe is called when the pull is over.
 	Observe func(Pulled)
 }
 
-// Pulled is what a pull took.
+// Pulled is the cost of a pull.
 type Pulled struct {
 	Took time.Duration
-	// Bytes is what came from the registry, without manifests.
+	// Bytes counts the bytes that came from the registry, without manifests.
 	Bytes int64
 	Err   error
 }
@@ -57,11 +58,12 @@ func (o PullOptions) platform() (Platform, error) {
 	return o.Platform, nil
 }
 
-// Pull fetches an image from its registry and names it by its reference, for everybody or
-// for one namespace. What is here already, by digest, is not fetched again; of pulls of the
-// same image from the same repository at the same time, in any process, one does the work. A namespace has to be
-// given the image's manifest by a repository that all of the image came from before;
-// another one has to send it all of the image, and that proves the right.
+// Pull fetches an image from its registry and names it by its reference, for all namespaces or
+// for one. An image that is here already, by digest, is not fetched again. If several
+// processes or goroutines pull the same image from the same repository at the same time, one
+// of them does the work. A namespace may use an image that is here if it gets the image's
+// manifest from a repository that the entire image came from before. Any other repository has
+// to send the entire image, which proves the right.
 func (s *Store) Pull(ctx context.Context, ref Reference, o PullOptions) (*Image, error) {
 	begin, report := time.Now(), NewReporter(o.Progress)
 	img, err := s.pull(ctx, ref, o, report)
@@ -77,7 +79,7 @@ func (s *Store) Pull(ctx context.Context, ref Reference, o PullOptions) (*Image,
 	return nil, fmt.Errorf("pull %s: %w", ref, explain(err, ref))
 }
 
-// Bounds of a pull for a tenant, whose registry may be one that never gets done.
+// Bounds of a pull for a tenant, whose registry may never finish.
 const (
 	tenantTime  = time.Hour
 	resolveTime = 2 * time.Minute
@@ -122,7 +124,7 @@ func (s *Store) pull(ctx context.Context, ref Reference, o PullOptions, report *
 	return s.make(ctx, m, as, o.limits(), report, get)
 }
 
-// manifest asks the registry what the reference means on a platform.
+// manifest asks the registry for the manifest of the reference on a platform.
 func (r *Repository) manifest(ctx context.Context, platform Platform, bounded bool) (*manifest, error) {
 	if bounded {
 		var cancel context.CancelFunc
@@ -136,7 +138,7 @@ func (r *Repository) manifest(ctx context.Context, platform Platform, bounded bo
 	return readManifest(img, platform)
 }
 
-// Lookup asks a registry which image a reference leads to, and fetches no more of it than its
+// Lookup asks a registry which image a reference leads to. It fetches only the image's
 // manifest.
 func Lookup(ctx context.Context, ref Reference, o PullOptions) (Digest, error) {
 	digest, err := lookup(ctx, ref, o)
@@ -184,7 +186,8 @@ func resolveRemote(ctx context.Context, puller *remote.Puller, at name.Reference
 	return desc.Image()
 }
 
-// hasPlatform says which platforms there are if the wanted one is not.
+// hasPlatform fails with the list of existing platforms if the wanted one is
+// not among them.
 func hasPlatform(desc *remote.Descriptor, want Platform) error {
 	index, err := desc.ImageIndex()
 	if err != nil {
@@ -203,7 +206,7 @@ func hasPlatform(desc *remote.Descriptor, want Platform) error {
 func choosePlatform(manifests []v1.Descriptor, want Platform) (v1.Descriptor, error) {
 	var there []string
 	for _, d := range manifests {
-		p := v1.Platform{OS: want.OS, Architecture: "amd64"} // what the library assumes
+		p := v1.Platform{OS: want.OS, Architecture: "amd64"} // the library's assumption
 		if d.Platform != nil {
 			p = *d.Platform
 		}
@@ -215,7 +218,7 @@ func choosePlatform(manifests []v1.Descriptor, want Platform) (v1.Descriptor, er
 	return v1.Descriptor{}, fmt.Errorf("it has no image for %s, only for %s (--platform chooses)", want, strings.Join(there, ", "))
 }
 
-// manifest is what was found out about an image before its layers.
+// manifest describes an image before its layers have come.
 type manifest struct {
 	digest   Digest
 	platform Platform
@@ -224,11 +227,11 @@ type manifest struct {
 	source   string
 }
 
-// Bounds of what is read into memory.
+// Bounds of data that is read into memory.
 const (
 	maxConfig = 8 << 20
-	// maxCommas is how many parts a configuration may have. Each takes up to a hundred bytes of
-	// memory, however short it is.
+	// maxCommas bounds the number of parts in a configuration. Each takes up to a hundred bytes
+	// of memory, however short it is.
 	maxCommas = 1 << 18
 	maxLayers = 1024
 )
@@ -294,10 +297,11 @@ func (m *manifest) validate() error {
 	return err
 }
 
-// fits refuses an image whose layers, as they come from the registry, are more than archives of
-// all that it may expand to. They are on the disk before they are unpacked.
+// fits refuses an image whose layers, as they come from the registry, are larger than
+// archives of the largest allowed root filesystem: the layers are stored on the disk before
+// they are unpacked.
 func (m *manifest) fits(limits tree.Limits) error {
-	const entry, end = 4 << 10, 1 << 20 // what archives have around each entry, and at their ends
+	const entry, end = 4 << 10, 1 << 20 // bytes that archives add to each entry, and at their ends
 	most := min(limits.Bytes, 1<<60) + min(int64(limits.Entries), 1<<40)*entry + end
 	left := most
 	for _, l := range m.layers {
@@ -313,18 +317,18 @@ var layerTypes = []types.MediaType{
 	types.DockerLayer, types.DockerUncompressedLayer,
 }
 
-// getter gets what an image is made of.
+// getter fetches the layers of an image.
 type getter struct {
 	// layers applies the layers to a tree.
 	layers func(context.Context, *work, *tree.Tree) error
-	// prove gets all layers, and does nothing with them.
+	// prove fetches all layers and discards them.
 	prove func(context.Context, *work) error
 }
 
-// makingKey is what makers of an image have one after the other. Those that get it from
-// different repositories do not wait for each other: a tenant's repository may be one that
-// never gets done, and the digests of others' images are no secret. Whoever is done first
-// makes the image, and the others have proven their right to it.
+// makingKey is the key of the lock that makers of an image take one after the other. Those
+// that pull it from different repositories do not wait for each other: a tenant's
+// repository may never finish, and the digests of others' images are not secret. The maker
+// that finishes first makes the image, and the others have proven their right to it.
 func makingKey(d Digest, repository string) string {
 	if repository == "" {
 		return d.hex()
@@ -333,7 +337,7 @@ func makingKey(d Digest, repository string) string {
 	return d.hex() + "-" + hex.EncodeToString(sum[:16])
 }
 
-// make makes an image of layers, unless it is here or someone else makes it.
+// make makes an image of layers, unless it is here or another maker makes it.
 func (s *Store) make(ctx context.Context, m *manifest, as naming, limits tree.Limits, report *Reporter, get getter) (_ *Image, err error) {
 	lock, err := s.lockMaking(ctx, makingKey(m.digest, as.repository), func() { report.Phase(Progress{Phase: PhaseWait}) })
 	if err != nil {
@@ -359,7 +363,7 @@ func (s *Store) make(ctx context.Context, m *manifest, as naming, limits tree.Li
 		if err == nil {
 			report.Phase(Progress{Phase: PhaseDone})
 		}
-		if !errors.Is(err, ErrNotFound) { // it was removed meanwhile, with the last name of another
+		if !errors.Is(err, ErrNotFound) { // it was removed meanwhile, with another namespace's last name for it
 			return img, err
 		}
 	}
@@ -404,7 +408,7 @@ func (s *Store) make(ctx context.Context, m *manifest, as naming, limits tree.Li
 	return img, nil
 }
 
-// packRoot packs a root filesystem into what becomes the image's folder.
+// packRoot packs a root filesystem into the image's future folder.
 func (s *Store) packRoot(ctx context.Context, w *work, root string, img *Image, xattrs bool) error {
 	made := filepath.Join(w.dir, "image")
 	if err := os.Mkdir(made, 0o700); err != nil {

@@ -159,7 +159,7 @@ func TestPullChoosesPlatform(t *testing.T) {
 	ref := r.push(t, "multi", index)
 	for _, arch := range []string{"amd64", "arm64"} {
 		o := r.options(t)
-		if arch == "arm64" { // amd64 is what is taken without a word
+		if arch == "arm64" { // amd64 is the default
 			var err error
 			if o.Platform, err = ParsePlatform("linux/arm64"); err != nil {
 				t.Fatal(err)
@@ -347,7 +347,8 @@ func TestRegistryAccess(t *testing.T) {
 	})
 }
 
-// TestPullRefuses: what a registry must not get away with. Nothing of it stays.
+// TestPullRefuses: faults of a registry that a pull must detect. It leaves no
+// files behind.
 func TestPullRefuses(t *testing.T) {
 	good := layerOf(t, tarOf(t, map[string]string{"a": "1"}))
 	archive := tarOf(t, map[string]string{"a": "1"})
@@ -462,8 +463,8 @@ func TestPullOverBadConnections(t *testing.T) {
 	}
 }
 
-// TestWrongManifest: what is served for a digest has to have it, and so has the
-// configuration.
+// TestWrongManifest: the manifest that a registry serves for a digest must have
+// that digest, and so must the configuration.
 func TestWrongManifest(t *testing.T) {
 	img := imageOf(t, v1.Config{}, layerOf(t, tarOf(t, map[string]string{"a": "1"})))
 	other := imageOf(t, v1.Config{}, layerOf(t, tarOf(t, map[string]string{"a": "2"})))

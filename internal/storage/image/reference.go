@@ -8,12 +8,12 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 )
 
-// Reference names an image as docker pull does: [REGISTRY/]NAME[:TAG|@DIGEST].
-// Short and long forms of a name are equal.
+// Reference names an image in the syntax of docker pull:
+// [REGISTRY/]NAME[:TAG|@DIGEST]. Short and long forms of a name are equal.
 type Reference struct{ ref name.Reference }
 
 // repositoryPattern is that of the OCI distribution specification ("Pulling
-// manifests"); the library takes more.
+// manifests"); the library accepts more.
 var repositoryPattern = regexp.MustCompile(`^[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*)*$`)
 
 // ParseReference checks a reference.
@@ -28,16 +28,16 @@ func ParseReference(s string) (Reference, error) {
 	return Reference{ref}, nil
 }
 
-// String is the long form, which names.json has.
+// String is the long form, which names.json uses.
 func (r Reference) String() string { return r.ref.Name() }
 
 // Registry is the host[:port] that the image comes from.
 func (r Reference) Registry() string { return r.ref.Context().RegistryStr() }
 
-// DefaultPlatform is what sandboxes run.
+// DefaultPlatform is the platform of sandboxes.
 const DefaultPlatform = "linux/amd64"
 
-// Platform is an operating system and an architecture, as linux/amd64.
+// Platform is an operating system and an architecture, such as linux/amd64.
 type Platform struct{ OS, Architecture, Variant string }
 
 // ParsePlatform checks a platform; "" is the default one.

@@ -18,39 +18,40 @@ import (
 	"github.com/google/go-containerregistry/pkg/name"
 )
 
-// Registries says how registries are reached. The zero value is HTTPS with the
-// certificates that the system trusts, for all of them.
+// Registries says how registries are reached. The zero value uses HTTPS with
+// the certificates that the system trusts, for all of them.
 type Registries struct {
 	// Hosts are settings by host, or host:port.
 	Hosts map[string]Registry `json:"registries"`
-	// CAFiles are PEM files of authorities that are trusted beside the
-	// system's, for all hosts.
+	// CAFiles are PEM files of authorities that are trusted for all hosts,
+	// besides the system's.
 	CAFiles []string `json:"caFiles,omitempty"`
-	// Allow are the registries, by host or host:port, that namespaces may name; nil is any
-	// at a public address. Where a registry of the list leads to, for tokens and blobs, is
-	// the registry's decision.
+	// Allow lists the registries, by host or host:port, that namespaces may use; nil
+	// allows all at public addresses. A registry in the list decides which servers it
+	// refers to for tokens and blobs.
 	Allow []string `json:"allow,omitempty"`
-	// Proxy has pulls of namespaces go through the proxy of the environment, which decides
-	// then which addresses are reached. It needs Allow.
+	// Proxy sends pulls of namespaces through the proxy of the environment. The proxy then
+	// decides which addresses may be reached. It needs Allow.
 	Proxy bool `json:"proxy,omitempty"`
 }
 
-// Registry is how one registry is reached.
+// Registry says how one registry is reached.
 type Registry struct {
 	// CAFile is a PEM file of authorities that are trusted for this host alone.
 	CAFile string `json:"caFile,omitempty"`
-	// PlainHTTP speaks HTTP without TLS to this host. It is never guessed: not
-	// for localhost and not for private addresses either.
+	// PlainHTTP speaks HTTP without TLS to this host. It is never guessed, not
+	// even for localhost or private addresses.
 	PlainHTTP bool `json:"plainHTTP,omitempty"`
 	// Addresses are closed addresses, or ranges, that the host may have when it serves a
-	// namespace. A host that is an address itself need not repeat it.
+	// namespace. A host that is itself an address need not repeat it.
 	Addresses []string `json:"addresses,omitempty"`
-	// Namespaces may use the node's credentials for this host, which are those of docker's
+	// Namespaces may use the node's credentials for this host, from docker's
 	// configuration; * is all namespaces.
 	Namespaces []string `json:"namespaces,omitempty"`
 }
 
-// LoadRegistries reads settings from a JSON file; a missing one has none.
+// LoadRegistries reads settings from a JSON file. If the file is missing, the
+// settings are empty.
 func LoadRegistries(path string) (r Registries, err error) {
 	b, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -60,7 +61,7 @@ func LoadRegistries(path string) (r Registries, err error) {
 		d := json.NewDecoder(bytes.NewReader(b))
 		d.DisallowUnknownFields()
 		err = d.Decode(&r)
-		// A brace too many must not leave out what follows: it may be allow.
+		// A surplus brace must not hide the settings after it, such as allow.
 		if _, rest := d.Token(); err == nil && !errors.Is(rest, io.EOF) {
 			err = errors.New("something follows the JSON object")
 		}
@@ -74,7 +75,7 @@ func LoadRegistries(path string) (r Registries, err error) {
 	return r, nil
 }
 
-// namespacePattern is what a namespace may be called; * is all of them.
+// namespacePattern is the form of a namespace; * is all namespaces.
 var namespacePattern = regexp.MustCompile(`^(\*|[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)$`)
 
 // Validate checks the settings.
@@ -114,7 +115,7 @@ func validHost(host string) error {
 	return nil
 }
 
-// opens are the ranges of closed addresses that a host may have.
+// opens returns the ranges of closed addresses that a host may have.
 func (r Registry) opens(host string) (out []netip.Prefix, err error) {
 	if out, err = addresses.ParseRanges(r.Addresses); err != nil {
 		return nil, fmt.Errorf("addresses: %w", err)
@@ -130,7 +131,8 @@ func hostOf(host string) string { return (&url.URL{Host: host}).Hostname() }
 
 func (r Registries) plainHTTP(host string) bool { return r.Hosts[strings.ToLower(host)].PlainHTTP }
 
-// reference is the reference as the library wants it to reach the registry.
+// reference returns the reference in the form that the library needs to reach
+// the registry.
 func (r Registries) reference(ref Reference) (name.Reference, error) {
 	if r.plainHTTP(ref.Registry()) {
 		return name.ParseReference(ref.String(), name.Insecure)
@@ -138,7 +140,7 @@ func (r Registries) reference(ref Reference) (name.Reference, error) {
 	return ref.ref, nil
 }
 
-// explain adds the next step to errors of registries that have one.
+// explain adds the next step to those errors of registries that have one.
 func explain(err error, ref Reference) error {
 	if err == nil {
 		return nil

@@ -17,8 +17,8 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 )
 
-// Repository is where a reference leads to in its registry, for reading and
-// writing. What is in it need not be an image.
+// Repository is the repository of a reference in its registry, for reading and
+// writing. Its content need not be an image.
 type Repository struct {
 	ref    Reference
 	at     name.Reference
@@ -27,12 +27,12 @@ type Repository struct {
 	pusher *remote.Pusher
 }
 
-// Open prepares to speak to a reference's registry. Nothing is sent yet.
+// Open prepares to speak to a reference's registry. It sends no request yet.
 func (r Registries) Open(ref Reference, more ...remote.Option) (*Repository, error) {
 	return r.open(ref, nil, more...)
 }
 
-// open is Open, for a tenant if there is one.
+// open is Open, for a tenant if tenant is set.
 func (r Registries) open(ref Reference, tenant *Tenant, more ...remote.Option) (*Repository, error) {
 	at, err := r.reference(ref)
 	if err != nil {
@@ -65,7 +65,7 @@ func (r *Repository) Explain(err error) error { return explain(err, r.ref) }
 // Name is that of the repository, without tag and digest.
 func (r *Repository) Name() string { return r.at.Context().Name() }
 
-// Tag is a name beside the reference, in the same repository.
+// Tag is another name in the repository of the reference.
 func (r *Repository) Tag(tag string) name.Reference { return r.at.Context().Tag(tag) }
 
 // Reference is the reference itself, for Get and Put.
@@ -80,8 +80,9 @@ func (r *Repository) Pinned() bool {
 	return ok
 }
 
-// Get asks what a reference of this repository means: the bytes of its manifest,
-// and the digest that they were compared with. ErrNotThere: it means nothing.
+// Get resolves a reference of this repository: it returns the bytes of the
+// manifest, and the digest that they were compared with. ErrNotThere: there is
+// no such manifest.
 func (r *Repository) Get(ctx context.Context, ref name.Reference) (raw []byte, desc v1.Descriptor, err error) {
 	d, err := r.get(ctx, ref)
 	if err != nil {
@@ -99,8 +100,8 @@ func (r *Repository) get(ctx context.Context, ref name.Reference) (*remote.Descr
 	return d, err
 }
 
-// Fetch fetches a blob into an empty file, again if the connection breaks, and
-// compares its size and digest.
+// Fetch fetches a blob into an empty file, and compares its size and digest. It
+// tries again if the connection breaks.
 func (r *Repository) Fetch(ctx context.Context, blob v1.Descriptor, f *os.File, report *Reporter) error {
 	d := &download{puller: r.puller, repository: r.at.Context(), report: report}
 	return d.layer(ctx, blob, f)
@@ -109,13 +110,13 @@ func (r *Repository) Fetch(ctx context.Context, blob v1.Descriptor, f *os.File, 
 // Blob is content to upload.
 type Blob struct {
 	Descriptor v1.Descriptor
-	// Open gives the content from its beginning, more than once if it has to be
-	// sent again.
+	// Open returns the content from its beginning. It is called again if the
+	// content has to be sent again.
 	Open func() (io.ReadCloser, error)
 }
 
-// Upload sends a blob, unless the repository has it. A registry that takes nothing
-// for a while is given up.
+// Upload sends a blob, unless the repository has it. It gives up if the registry
+// accepts no bytes for a while.
 func (r *Repository) Upload(ctx context.Context, b Blob) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -134,12 +135,12 @@ func (r *Repository) Upload(ctx context.Context, b Blob) error {
 	return err
 }
 
-// watch calls stalled when nobody has read from body for a while.
+// watch calls stalled when body was not read for a while.
 func watch(body io.ReadCloser, patience time.Duration, stalled func()) io.ReadCloser {
 	return &watched{body: body, patience: patience, timer: time.AfterFunc(patience, stalled)}
 }
 
-// watched is a body whose reader must not sleep.
+// watched is a body that has to be read continually.
 type watched struct {
 	body     io.ReadCloser
 	patience time.Duration
@@ -178,8 +179,8 @@ func (r *Repository) PutImage(ctx context.Context, ref name.Reference, img v1.Im
 	return r.pusher.Push(ctx, ref, img)
 }
 
-// GetImage gives what a reference of this repository means, as an image that is
-// fetched when it is read. ErrNotThere: it means nothing.
+// GetImage resolves a reference of this repository to an image that is fetched
+// when it is read. ErrNotThere: there is no such image.
 func (r *Repository) GetImage(ctx context.Context, ref name.Reference) (v1.Image, error) {
 	d, err := r.get(ctx, ref)
 	if err != nil {
@@ -188,7 +189,7 @@ func (r *Repository) GetImage(ctx context.Context, ref name.Reference) (v1.Image
 	return d.Image()
 }
 
-// upload makes a Blob a layer, as the library knows them.
+// upload presents a Blob to the library as a layer.
 type upload struct{ Blob }
 
 func (u upload) Digest() (v1.Hash, error)             { return u.Descriptor.Digest, nil }
@@ -198,7 +199,7 @@ func (u upload) Uncompressed() (io.ReadCloser, error) { return u.Open() }
 func (u upload) Size() (int64, error)                 { return u.Descriptor.Size, nil }
 func (u upload) MediaType() (types.MediaType, error)  { return u.Descriptor.MediaType, nil }
 
-// document is a manifest that is sent as it is.
+// document is a manifest that is sent unchanged.
 type document struct {
 	raw       []byte
 	mediaType types.MediaType

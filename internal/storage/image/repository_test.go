@@ -17,8 +17,8 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 )
 
-// TestWatch: a body that nobody reads is reported, one that is read or closed is
-// not.
+// TestWatch: a body that is not read is reported, and one that is read or closed
+// is not.
 func TestWatch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var stalls atomic.Int32
@@ -67,7 +67,8 @@ func (r *testRegistry) repository(t *testing.T) (Reference, *Repository) {
 	return ref, repo
 }
 
-// TestRepository: what is put into a repository comes out of it, once.
+// TestRepository: content that is uploaded to a repository can be fetched from
+// it, and is sent once.
 func TestRepository(t *testing.T) {
 	r := newRegistry(t, plainHTTP)
 	ref, repo := r.repository(t)

@@ -13,34 +13,34 @@ import (
 	"agentrun.dev/internal/durable"
 )
 
-// rights is what rights.json holds: which images are for everybody, and the names that
-// each namespace has. What root names (names.json) is published as well. An image that is
-// here and that neither file mentions is nobody's but root's.
+// rights is the content of rights.json: which images all namespaces may use, and the
+// names that each namespace has. Images with root's names (names.json) are published as
+// well. If neither file mentions an image of the store, only root may use it.
 type rights struct {
 	Schema int                   `json:"schema"`
 	Images map[Digest]imageRight `json:"images"`
 	// Namespaces has the digest of each name of a namespace. A name is the proof that the
-	// namespace may use the image: it had it from its registry.
+	// namespace may use the image: it got the image from its registry.
 	Namespaces map[string]map[string]Digest `json:"namespaces"`
 }
 
-// imageRight is what is known of one image.
+// imageRight has the rights to one image.
 type imageRight struct {
 	Published bool `json:"published,omitempty"`
-	// Sources are the repositories that all of the image came from. Who is given the
-	// image's manifest there needs no other proof.
+	// Sources are the repositories that all of the image came from. A namespace that
+	// gets the image's manifest from one of them needs no other proof.
 	Sources []string `json:"sources,omitempty"`
 }
 
 const (
 	rightsName = "rights.json"
-	// maxSources bounds the sources of an image. One more is not remembered: a pull
-	// from there fetches the layers as a proof.
+	// maxSources bounds the sources of an image. Further ones are not remembered: a
+	// pull from there fetches the layers as a proof.
 	maxSources = 64
 )
 
-// beginRights makes rights.json in a store that an AgentRun without it has filled: its
-// images were for everybody, and stay so.
+// beginRights makes rights.json in a store of an earlier AgentRun, which had no
+// rights: all namespaces could use its images, and still may.
 func (s *Store) beginRights() error {
 	if _, err := os.Stat(s.path(rightsName)); !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -124,7 +124,7 @@ func (s *Store) changeRights(change func(rights)) error {
 	return s.writeRights(r)
 }
 
-// give names an image in a namespace.
+// give gives an image a name in a namespace.
 func (r rights) give(namespace string, d Digest, named []Reference) {
 	if r.Namespaces[namespace] == nil {
 		r.Namespaces[namespace] = map[string]Digest{}
@@ -142,7 +142,7 @@ func (r rights) take(namespace, name string) {
 	}
 }
 
-// forget takes away all that there is of some images.
+// forget removes all entries of some images.
 func (r rights) forget(some map[Digest]bool) {
 	for d := range some {
 		delete(r.Images, d)
@@ -172,7 +172,7 @@ func (r rights) cameFrom(d Digest, repository string) {
 	r.Images[d] = i
 }
 
-// named are the names of an image by namespace.
+// named returns the names of an image by namespace.
 func (r rights) named(d Digest) map[string][]string {
 	out := map[string][]string{}
 	for namespace, names := range r.Namespaces {
@@ -186,7 +186,7 @@ func (r rights) named(d Digest) map[string][]string {
 	return out
 }
 
-// catalog is both files: all that is known of who may use which image.
+// catalog has both files: all names of images and all rights to them.
 type catalog struct {
 	names  names
 	rights rights
@@ -199,7 +199,7 @@ func (s *Store) readCatalog() (c catalog, err error) {
 	return c, err
 }
 
-// published reports whether everybody may use an image.
+// published reports whether all namespaces may use an image.
 func (c catalog) published(d Digest) bool {
 	if c.rights.Images[d].Published {
 		return true
@@ -223,8 +223,8 @@ func (c catalog) may(namespace string, d Digest) bool {
 }
 
 // ResolveIn finds an image that a namespace may use: by one of its own names, by a
-// published name, by its digest, or by the first 12 digits or more of that. Of an image
-// that it may not use it learns nothing: ErrNotFound.
+// published name, by its digest, or by the first 12 digits or more of that. It does not
+// reveal other images: ErrNotFound.
 func (s *Store) ResolveIn(namespace, text string) (*Image, error) {
 	c, err := s.readCatalog()
 	if err != nil {
@@ -237,7 +237,7 @@ func (s *Store) ResolveIn(namespace, text string) (*Image, error) {
 	return s.loadIn(c, namespace, d)
 }
 
-// loadIn reads an image with the names that it has for a namespace.
+// loadIn reads an image with the names that a namespace sees.
 func (s *Store) loadIn(c catalog, namespace string, d Digest) (*Image, error) {
 	img, err := s.loadNamed(c.names, d)
 	if err != nil {
@@ -265,8 +265,8 @@ type Visible struct {
 	Published bool
 }
 
-// ListIn lists the images that a namespace may use, by their digests: those after one, and
-// only so many.
+// ListIn lists the images that a namespace may use, sorted by digest: those after a
+// digest, and at most this many.
 func (s *Store) ListIn(namespace, after string, most int) (out []Visible, err error) {
 	c, err := s.readCatalog()
 	if err != nil {
@@ -305,8 +305,8 @@ type namesOf struct {
 	namespaces map[string][]string
 }
 
-// byDigest has the names of each image. Whoever goes through all images reads them once, not
-// once for each image.
+// byDigest returns the names of each image. A caller that goes through all images computes
+// them once, not once for each image.
 func (c catalog) byDigest() map[Digest]namesOf {
 	out := map[Digest]namesOf{}
 	for _, name := range slices.Sorted(maps.Keys(c.names.Names)) {

@@ -59,9 +59,9 @@ func wantNotHere(t *testing.T, s *Store, namespace string, texts ...string) {
 	}
 }
 
-// TestRights: what a namespace has pulled is its own. Others neither find it by its name nor
-// by its digest, and get it from its repository if that lets them; another repository has to
-// send all of it.
+// TestRights: only the namespace that pulled an image has it. Others find it neither by its
+// name nor by its digest. They get it from its repository if that lets them; another
+// repository has to send all of it.
 func TestRights(t *testing.T) {
 	r, evil, s := newRegistry(t, withTLS), newRegistry(t, withTLS), newStore(t)
 	img := small(t, "private")
@@ -282,8 +282,8 @@ func TestRemoveIn(t *testing.T) {
 	wantTidy(t, s)
 }
 
-// TestRightsOfOldStore: what an AgentRun without rights has left is published, with and
-// without names; what comes later is not.
+// TestRightsOfOldStore: images of an AgentRun without rights are published, with and
+// without names. Later images are not.
 func TestRightsOfOldStore(t *testing.T) {
 	r, s := newRegistry(t, withTLS), newStore(t)
 	old := r.push(t, "old:1", small(t, "old"))
@@ -312,8 +312,8 @@ func TestRightsOfOldStore(t *testing.T) {
 	wantNotHere(t, s, "b", string(later.Digest))
 }
 
-// TestStaleRights: what is known of an image that somebody removed by hand says nothing of
-// one that comes by the same digest.
+// TestStaleRights: the rights to an image that was removed by hand do not apply to one
+// that comes with the same digest.
 func TestStaleRights(t *testing.T) {
 	r, s := newRegistry(t, withTLS), newStore(t)
 	ref := r.push(t, "app:1", small(t, "one"))
@@ -330,7 +330,8 @@ func TestStaleRights(t *testing.T) {
 	wantNotHere(t, s, "b", string(img.Digest))
 }
 
-// FuzzRights: a file of rights is refused, or read as what is written again.
+// FuzzRights: a file of rights is refused, or writing it again gives the same
+// rights.
 func FuzzRights(f *testing.F) {
 	f.Add([]byte(`{"schema": 1, "images": {}, "namespaces": {"a": {"x": "sha256:` + strings.Repeat("0", 64) + `"}}}`))
 	f.Add([]byte(`{"schema": 1, "images": null, "namespaces": null}`))

@@ -23,7 +23,7 @@ type Store struct{ dir string }
 // Names of a store's files.
 const (
 	lockName   = "lock"
-	namesName  = "names.json" // of those that are published
+	namesName  = "names.json" // published names
 	rootsName  = "roots"
 	heldName   = "held"
 	makingName = "making"
@@ -34,11 +34,12 @@ const (
 	plainName    = "plain.erofs"
 )
 
-// ErrNotFound says that no image of a name or digest is in the store.
+// ErrNotFound says that the store has no image of a name or digest.
 var ErrNotFound = errors.New("no such image here")
 
 // OpenStore opens a folder of images, and makes it if it is missing. Images
-// hold set-user-id programs and devices: the folder is its owner's alone.
+// contain set-user-id programs and devices, so only the folder's owner may
+// enter it.
 func OpenStore(dir string) (*Store, error) {
 	for _, d := range []string{"", rootsName, heldName, makingName, workName} {
 		if err := os.MkdirAll(filepath.Join(dir, d), 0o700); err != nil {
@@ -58,7 +59,7 @@ func (s *Store) path(parts ...string) string {
 
 func (s *Store) rootDir(d Digest) string { return s.path(rootsName, d.hex()) }
 
-// locked does something while nobody else changes names and images. It must
+// locked calls do while names and images cannot be changed elsewhere. do must
 // not take long.
 func (s *Store) locked(ctx context.Context, do func() error) (err error) {
 	lock, err := lockFile(ctx, s.path(lockName), unix.LOCK_EX)
@@ -69,7 +70,7 @@ func (s *Store) locked(ctx context.Context, do func() error) (err error) {
 	return do()
 }
 
-// names is what names.json holds: the digest of each published name.
+// names is the content of names.json: the digest of each published name.
 type names struct {
 	Schema int               `json:"schema"`
 	Names  map[string]Digest `json:"names"`
@@ -118,7 +119,8 @@ func (s *Store) changeNames(change func(map[string]Digest)) error {
 	return nil
 }
 
-// Tag gives an image that is here a published name, which another may have had.
+// Tag gives an image of the store a published name, which another image may
+// have had.
 func (s *Store) Tag(ctx context.Context, name Reference, d Digest) error {
 	return s.locked(ctx, func() error {
 		if _, err := s.load(d); err != nil {
@@ -128,7 +130,7 @@ func (s *Store) Tag(ctx context.Context, name Reference, d Digest) error {
 	})
 }
 
-// load reads what an image is.
+// load reads the description of an image.
 func (s *Store) load(d Digest) (*Image, error) {
 	path := filepath.Join(s.rootDir(d), metadataName)
 	b, err := os.ReadFile(path)
@@ -145,9 +147,9 @@ func (s *Store) load(d Digest) (*Image, error) {
 	return img, nil
 }
 
-// Resolve finds an image that is here, for root: by a published name, in its short or
-// long form, by its digest, or by the first 12 digits or more of that. It finds images of
-// namespaces as well, by their digests.
+// Resolve finds an image of the store, for root: by a published name, in its short or
+// long form, by its digest, or by the first 12 digits or more of that. By their digests
+// it finds images of namespaces as well.
 func (s *Store) Resolve(text string) (*Image, error) {
 	n, err := s.readNames()
 	if err != nil {
@@ -175,8 +177,8 @@ func (s *Store) loadNamed(n names, d Digest) (*Image, error) {
 	return img, nil
 }
 
-// resolve finds an image by a published name, or by its digest if that is among those
-// that may be found.
+// resolve finds an image by a published name, or by its digest if may allows that
+// digest.
 func (s *Store) resolve(n names, text string, may func(Digest) bool) (Digest, error) {
 	ref, refErr := ParseReference(text)
 	if refErr == nil {
@@ -210,7 +212,6 @@ func (s *Store) resolve(n names, text string, may func(Digest) bool) (Digest, er
 	return "", fmt.Errorf("image %s: %d images start with that, write more digits", text, len(found))
 }
 
-// digests lists all images.
 // Digests returns the digests of all images in the store, sorted.
 func (s *Store) Digests() ([]Digest, error) { return s.digests() }
 
@@ -231,13 +232,13 @@ func (s *Store) digests() ([]Digest, error) {
 // Entry is an image in a listing.
 type Entry struct {
 	*Image
-	// Holders is what uses the image across restarts.
+	// Holders are the objects that use the image across restarts.
 	Holders []Holder `json:"holders,omitempty"`
 	// Published says that all namespaces may use it.
 	Published bool `json:"published"`
-	// Namespaces have names of their own for it, and may use it.
+	// Namespaces have names of their own for the image, and may use it.
 	Namespaces map[string][]string `json:"namespaces,omitempty"`
-	// Damaged says what is wrong with it, if anything.
+	// Damaged describes the damage, if there is any.
 	Damaged string `json:"damaged,omitempty"`
 }
 
@@ -286,7 +287,7 @@ func (s *Store) newWork(ctx context.Context) (w *work, err error) {
 		if err := s.sweep(); err != nil {
 			return err
 		}
-		// Making and locking it are one step for those who sweep.
+		// Making and locking it must be one step for sweep.
 		dir, err := os.MkdirTemp(s.path(workName), "image-")
 		if err != nil {
 			return err
@@ -306,7 +307,7 @@ func (s *Store) newWork(ctx context.Context) (w *work, err error) {
 
 func (w *work) close() error { return errors.Join(os.RemoveAll(w.dir), w.lock.Close()) }
 
-// sweep removes what killed makers have left. The store is locked.
+// sweep removes the folders that killed makers have left. The store is locked.
 func (s *Store) sweep() error {
 	entries, err := os.ReadDir(s.path(workName))
 	if err != nil {
@@ -331,8 +332,8 @@ func (s *Store) sweep() error {
 	return nil
 }
 
-// commit moves an image that was made in w/image to where images are, and names
-// it. If it is there already, by whoever was faster, that one stays.
+// commit moves an image that was made in w/image to the folder roots, and names
+// it. If another maker was faster, its image stays.
 func (s *Store) commit(ctx context.Context, w *work, img *Image, as naming) error {
 	img.Schema, img.Stored = imageSchema, time.Now().UTC().Truncate(time.Second)
 	var b bytes.Buffer
@@ -352,13 +353,13 @@ func (s *Store) commit(ctx context.Context, w *work, img *Image, as naming) erro
 		}
 		if err != nil {
 			if errors.Is(err, ErrNotFound) {
-				// What is known of one that was here once, and was removed otherwise than
-				// by a Store, is nothing about this one.
+				// The rights to an image that was removed by hand, and not by a Store, do
+				// not apply to this one.
 				if err := s.changeRights(func(r rights) { delete(r.Images, img.Digest) }); err != nil {
 					return err
 				}
 			}
-			// A damaged one is replaced.
+			// A damaged image is replaced.
 			if err := os.RemoveAll(s.rootDir(img.Digest)); err != nil {
 				return fmt.Errorf("store image: %w", err)
 			}
@@ -370,7 +371,8 @@ func (s *Store) commit(ctx context.Context, w *work, img *Image, as naming) erro
 	})
 }
 
-// found names an image if it is here and whole. errUnproven: it is here.
+// found names an image if it is here and intact. errUnproven says that it is here,
+// and that the right to it is not proven.
 func (s *Store) found(ctx context.Context, d Digest, as naming) (img *Image, err error) {
 	err = s.locked(ctx, func() error {
 		if img, err = s.load(d); err != nil {
@@ -383,7 +385,7 @@ func (s *Store) found(ctx context.Context, d Digest, as naming) (img *Image, err
 			return err
 		}
 		if !as.proven {
-			as.repository = "" // it has shown a manifest, and not that it has the layers
+			as.repository = "" // it has sent a manifest, which does not prove that it has the layers
 		}
 		return s.name(d, as)
 	})

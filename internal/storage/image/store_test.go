@@ -23,7 +23,7 @@ import (
 // envPull makes the test binary pull an image and do nothing else.
 const envPull = "AGENTRUN_TEST_PULL"
 
-// pullJob is what a process of its own pulls.
+// pullJob is the task of a process that pulls.
 type pullJob struct {
 	Store, Reference string
 	Options          Registries
@@ -121,7 +121,7 @@ func TestKilledPull(t *testing.T) {
 			if left, err := os.ReadDir(s.path(workName)); err != nil || len(left) != 1 {
 				t.Fatalf("while it works there is %v, %v", left, err)
 			}
-			// It is at work: nobody takes that away.
+			// Its folder is in use, so it is not removed.
 			if _, err := s.Prune(t.Context(), true); err != nil {
 				t.Fatal(err)
 			}
@@ -151,7 +151,7 @@ func TestKilledPull(t *testing.T) {
 	}
 }
 
-// TestPruneClearsUp: what a killed process has left is removed without another
+// TestPruneClearsUp: the files of a killed process are removed without another
 // pull, too.
 func TestPruneClearsUp(t *testing.T) {
 	s := newStore(t)
@@ -225,7 +225,8 @@ func TestPullsAtOnce(t *testing.T) {
 	wantTidy(t, s)
 }
 
-// TestWaitIsCancelled: who waits for someone else's pull can give up.
+// TestWaitIsCancelled: a caller that waits for another process's pull can stop
+// waiting.
 func TestWaitIsCancelled(t *testing.T) {
 	s := newStore(t)
 	held, err := s.lockMaking(t.Context(), "key", func() { t.Error("waited") })
@@ -320,7 +321,7 @@ func TestNames(t *testing.T) {
 	}
 }
 
-// TestRemove: names first, the image with the last of them, and never what is
+// TestRemove: names first, the image with the last of them, and never an image
 // in use.
 func TestRemove(t *testing.T) {
 	r, s := newRegistry(t, withTLS), newStore(t)
@@ -373,7 +374,7 @@ func TestRemove(t *testing.T) {
 	if _, err := s.Resolve(name); !errors.Is(err, ErrNotFound) {
 		t.Errorf("got %v", err)
 	}
-	// What was opened stays readable.
+	// The open file stays readable.
 	if n, err := io.Copy(io.Discard, root); err != nil || n != img.Root.Size {
 		t.Errorf("read %d bytes, %v", n, err)
 	}
@@ -430,8 +431,7 @@ func TestPrune(t *testing.T) {
 	wantTidy(t, s)
 }
 
-// TestDamage: files that are not what was stored are noticed, and pulling again
-// mends them.
+// TestDamage: damage of stored files is noticed, and pulling again repairs it.
 func TestDamage(t *testing.T) {
 	r, s := newRegistry(t, withTLS), newStore(t)
 	img := stored(t, s, r, "x", "a")

@@ -14,14 +14,16 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/remote/transport"
 )
 
-// Tenant is for whom an image is pulled, other than root. He chooses the registry and may
-// run it: it is not trusted with where the node connects to.
+// Tenant is the namespace that an image is pulled for, if it is not pulled for root. It
+// chooses the registry and may run it, so it is not trusted with the addresses that the
+// node connects to.
 type Tenant struct {
 	// Namespace gets the name of the image.
 	Namespace string
-	// Credentials are the namespace's own for a registry; nil has none.
+	// Credentials returns the namespace's own credentials for a registry; nil
+	// means that it has no credentials.
 	Credentials func(registry string) (user, password string, ok bool)
-	// Guard says which addresses are closed.
+	// Guard decides which addresses are closed.
 	Guard *addresses.Guard
 
 	resolver *net.Resolver // nil is the system's; tests have their own
@@ -35,7 +37,7 @@ func (t *Tenant) validate() error {
 }
 
 // keychain finds the credentials for the registry of a reference: a namespace's own, or
-// those of the node if they serve the namespace; root's are those of docker's configuration.
+// those of the node if they serve the namespace. Root's are those of docker's configuration.
 func (r Registries) keychain(ref Reference, t *Tenant) authn.Keychain {
 	if t == nil {
 		return authn.DefaultKeychain
@@ -63,29 +65,31 @@ type keychain func(authn.Resource) (authn.Authenticator, error)
 // Resolve implements authn.Keychain.
 func (k keychain) Resolve(r authn.Resource) (authn.Authenticator, error) { return k(r) }
 
-// Unreachable says that a registry, or where it leads to, gave no answer of HTTP to a
-// tenant. Its text is the same for every cause: an address that is closed, a name that DNS
-// does not know, a connection that fails, TLS that does, a certificate. Otherwise tenants
-// could look around in the node's network. Admins are told the cause.
+// Unreachable says that a registry, or a server that it refers to, gave a tenant no HTTP
+// answer. Its text is the same for every cause: a closed address, a name that DNS does not
+// know, or a failure of the connection, of TLS or of a certificate. Otherwise tenants
+// could explore the node's network. Administrators are told the cause.
 type Unreachable struct {
 	registry string
 	cause    error
 }
 
-// Error does not tell the cause.
+// Error does not include the cause.
 func (e *Unreachable) Error() string {
 	return fmt.Sprintf("the registry %s, or a server that it leads to, cannot be reached or may not be: ask an administrator of the node, who can see the cause", e.registry)
 }
 
-// Unwrap gives the cause to programs.
+// Unwrap returns the cause to programs.
 func (e *Unreachable) Unwrap() error { return e.cause }
 
-// refused says that the node's settings forbid a request. Its text is for everybody.
+// refused says that the node's settings forbid a request. All users may see its
+// text.
 type refused struct{ text string }
 
 func (e refused) Error() string { return e.text }
 
-// hidden is an error whose text is for tenants, while programs find what is in it.
+// hidden is an error whose text is for tenants, while programs find the wrapped
+// error.
 type hidden struct {
 	text, cause string
 	err         error
@@ -95,7 +99,7 @@ func (e hidden) Error() string     { return e.text }
 func (e hidden) Unwrap() error     { return e.err }
 func (e hidden) ForAdmins() string { return e.cause }
 
-// explainTenant makes the error of a pull one that a tenant may read.
+// explainTenant turns the error of a pull into one that a tenant may read.
 func explainTenant(err error, ref Reference) error {
 	var unreachable *Unreachable
 	var forbidden refused
@@ -111,7 +115,7 @@ func explainTenant(err error, ref Reference) error {
 	return hidden{clean(err.Error()), clean(err.Error()), err}
 }
 
-// answered says what a registry has answered, without the addresses of its servers.
+// answered describes a registry's answer, without the addresses of its servers.
 func answered(e *transport.Error, ref Reference) string {
 	text := fmt.Sprintf("the registry %s answers %d %s", ref.Registry(), e.StatusCode, http.StatusText(e.StatusCode))
 	for i, d := range e.Errors {
@@ -126,10 +130,10 @@ func answered(e *transport.Error, ref Reference) string {
 	return text
 }
 
-// maxText bounds the text of an error that a registry has a part in.
+// maxText bounds the text of an error that contains words of a registry.
 const maxText = 1 << 10
 
-// clean makes text of others fit for a line of a log.
+// clean makes untrusted text fit for a line of a log.
 func clean(text string) string {
 	text = strings.Map(func(r rune) rune {
 		if !unicode.IsPrint(r) {

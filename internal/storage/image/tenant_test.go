@@ -17,7 +17,8 @@ import (
 	"golang.org/x/net/dns/dnsmessage"
 )
 
-// bait is a server at a closed address that nobody has named, and that counts who comes.
+// bait is a server at a closed address that is not in the settings. It counts the
+// requests that reach it.
 type bait struct {
 	host  string
 	comes atomic.Int32
@@ -63,8 +64,8 @@ func wantUnreachable(t *testing.T, what, registry string, err error, cause strin
 	}
 }
 
-// TestClosedRegistries: a tenant's registry is at a public address, in whatever form the
-// address is written; nothing is sent elsewhere.
+// TestClosedRegistries: a tenant's registry must be at a public address, in any form of
+// that address. No request is sent to others.
 func TestClosedRegistries(t *testing.T) {
 	s, secure, plain := newStore(t), newBait(t, true), newBait(t, false)
 	for host, cause := range map[string]string{
@@ -374,12 +375,13 @@ func TestRebinding(t *testing.T) {
 	if n := comes.Load(); n != 0 {
 		t.Errorf("%d connections were made", n)
 	}
-	// With one address throughout it works: what was refused is the other.
+	// With one address throughout it works: the other address was refused.
 	o.Tenant.resolver = nameServer(t, [4]byte{127, 0, 0, 1})
 	if _, err := s.Pull(t.Context(), mustRef(t, host+"/team/app:1"), o); err != nil {
 		t.Error(err)
 	}
-	// A registry that nobody has named leads to no closed address, not even of named ones.
+	// A registry that is not in the settings may not reach closed addresses, not even
+	// those in the settings.
 	o.Tenant.resolver = nameServer(t, [4]byte{127, 0, 0, 1})
 	_, err = s.Pull(t.Context(), mustRef(t, "other.test:"+port+"/team/app:1"), o)
 	wantUnreachable(t, "another name", "other.test:"+port, err, "127.0.0.1 is closed")

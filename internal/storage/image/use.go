@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Handle is an image in use: it is not collected until Close, or until the
+// Handle is an image in use: it is not deleted until Close, or until the
 // process ends.
 type Handle struct {
 	Image *Image
@@ -49,11 +49,12 @@ func (s *Store) Open(ctx context.Context, d Digest) (h *Handle, err error) {
 }
 
 // Root opens the root filesystem, for engine.Spec. The caller closes the file,
-// which stays readable whatever becomes of the image.
+// which stays readable even if the image is deleted.
 func (h *Handle) Root() (*os.File, error) { return h.open(rootName) }
 
 // PlainRoot opens the root filesystem without extended attributes, for engines
-// that cannot read them. Image.Capabilities are the programs that lose theirs.
+// that cannot read them. Image.Capabilities lists the programs that lose
+// theirs.
 func (h *Handle) PlainRoot() (*os.File, error) {
 	if h.Image.Plain == nil {
 		return h.Root()
@@ -72,7 +73,7 @@ func (h *Handle) open(name string) (*os.File, error) {
 // Close ends the use.
 func (h *Handle) Close() error { return h.lock.Close() }
 
-// files are the image's EROFS files by their names.
+// files returns the image's EROFS files by their names.
 func (i *Image) files() map[string]File {
 	files := map[string]File{rootName: i.Root}
 	if i.Plain != nil {
@@ -81,7 +82,7 @@ func (i *Image) files() map[string]File {
 	return files
 }
 
-// Size is what the image takes on disk.
+// Size is the size of the image on disk.
 func (i *Image) Size() (bytes int64) {
 	for _, f := range i.files() {
 		bytes += f.Size
@@ -133,7 +134,7 @@ func describeFile(path string) (File, error) {
 	return File{Size: n, SHA256: hex.EncodeToString(h.Sum(nil))}, err
 }
 
-// Holder is something that uses an image across restarts: a template, a
+// Holder is an object that uses an image across restarts: a template, a
 // snapshot, a sandbox.
 type Holder struct {
 	Kind string `json:"kind"`
@@ -154,8 +155,8 @@ func ParseHolder(kind, id string) (Holder, error) {
 func (h Holder) file() string   { return h.Kind + "@" + h.ID }
 func (h Holder) String() string { return h.Kind + " " + h.ID }
 
-// Hold marks an image as used by a holder until Release. Holding twice is
-// holding once.
+// Hold marks an image as used by a holder until Release. A second Hold by the
+// same holder has no effect.
 func (s *Store) Hold(ctx context.Context, d Digest, h Holder) error {
 	return s.locked(ctx, func() error {
 		if _, err := s.load(d); err != nil {
@@ -185,7 +186,7 @@ func (s *Store) Release(ctx context.Context, d Digest, h Holder) error {
 	})
 }
 
-// Holders lists what holds an image.
+// Holders lists the holders of an image.
 func (s *Store) Holders(d Digest) ([]Holder, error) {
 	entries, err := os.ReadDir(s.path(heldName, d.hex()))
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -13,8 +13,8 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// TestLenderGoes: a snapshot that lends a layer may be removed while the rest is fetched. The
-// layer is fetched then, and nothing is linked that was not hashed.
+// TestLenderGoes: a snapshot that lends a layer may be removed while the rest is fetched.
+// Then the layer is fetched, and only hashed layers are linked.
 func TestLenderGoes(t *testing.T) {
 	snap, _ := makeSnapshot(t, memory(1), bytes.Repeat([]byte("disk"), page))
 	ref := snap.Manifest().Memory.Layers[0]
@@ -61,8 +61,8 @@ func TestLenderGoes(t *testing.T) {
 	}
 }
 
-// TestLiesAreNoProgress: what comes under digests that were wrong does not count, or a peer that
-// lies would be asked for ever.
+// TestLiesAreNoProgress: parts that come with wrong digests do not count. Otherwise a lying
+// peer would be asked for ever.
 func TestLiesAreNoProgress(t *testing.T) {
 	snap := source0(t)
 	var lie []byte // another one for each attempt
@@ -104,7 +104,8 @@ func TestLiesAreNoProgress(t *testing.T) {
 	f.wantSame(t, snap)
 }
 
-// TestLate: an attempt that has taken as long as it may says so, and the next one goes on.
+// TestLate: an attempt that has taken the longest time allowed says so, and the next one
+// continues.
 func TestLate(t *testing.T) {
 	snap := source0(t)
 	slow := &hostile{honest: peerOf("slow", snap)}

@@ -16,13 +16,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// listSuffix is that of the file of the digests of a blob's parts.
+// listSuffix is the suffix of the file with the digests of a blob's parts.
 const listSuffix = ".parts"
 
 func digestOfState(b []byte) layer.Digest { return sha256.Sum256(b) }
 
-// blob sees to it that all parts of a blob are in its file. Whether they make the blob is seen
-// later.
+// blob ensures that all parts of a blob are in its file. commit checks later whether the whole
+// matches the blob's digest.
 func (f *fetch) blob(ctx context.Context, b Blob) error {
 	if f.borrow(ctx, b) {
 		return nil
@@ -36,7 +36,8 @@ func (f *fetch) blob(ctx context.Context, b Blob) error {
 		if err != nil || len(missing) == 0 {
 			return err
 		}
-		// Nobody is left. If the list is a liar's, honest peers were left out for it.
+		// No peer is left. If the list is wrong, honest peers were excluded because
+		// of it.
 		honest := false
 		for _, s := range f.sources {
 			s.mu.Lock()
@@ -52,13 +53,14 @@ func (f *fetch) blob(ctx context.Context, b Blob) error {
 	}
 }
 
-// told is the digests of a blob's parts, and who has told them.
+// told is the digests of a blob's parts, with their source.
 type told struct {
 	list Digests
 	by   *source // nil: an earlier attempt
 }
 
-// list gives the digests of a blob's parts: those of an earlier attempt, or of any peer.
+// list returns the digests of a blob's parts: those of an earlier attempt, or of any
+// peer.
 func (f *fetch) list(ctx context.Context, b Blob) (Digests, error) {
 	if t, ok := f.told[b.Digest]; ok {
 		return t.list, nil
@@ -110,15 +112,15 @@ func (f *fetch) ask(ctx context.Context, s *source, b Blob) (Digests, error) {
 	return list, nil
 }
 
-// distrust forgets the digests of a blob's parts, and leaves out who has told them. It fails if
-// there is nobody else to tell others.
+// distrust forgets the digests of a blob's parts, and excludes the peer that sent them. It
+// readmits the peers that were excluded because of a list of digests.
 func (f *fetch) distrust(b Blob, why string) error {
 	by := f.told[b.Digest].by
 	delete(f.told, b.Digest)
 	if err := os.Remove(f.file(b) + listSuffix); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
-	f.mu.Lock() // what nobody can use is no progress
+	f.mu.Lock() // parts that cannot be used are no progress
 	f.result.Fetched -= f.counted[b.Digest]
 	delete(f.counted, b.Digest)
 	f.mu.Unlock()
@@ -132,7 +134,8 @@ func (f *fetch) distrust(b Blob, why string) error {
 	return nil
 }
 
-// fill fetches what a file lacks of the parts in a list, and says what is missing then.
+// fill fetches the parts in a list that a file lacks, and returns those that are
+// missing afterwards.
 func (f *fetch) fill(ctx context.Context, b Blob, list Digests) (missing map[uint32]bool, err error) {
 	file, fresh, err := openFile(f.file(b), int64(b.Size))
 	if err != nil {
@@ -156,10 +159,10 @@ func (f *fetch) fill(ctx context.Context, b Blob, list Digests) (missing map[uin
 	if len(w.missing) > 0 {
 		return w.missing, nil
 	}
-	return nil, file.Chmod(0o400) // whoever links it looks
+	return nil, file.Chmod(0o400) // the code that links it checks the mode
 }
 
-// run has all peers send parts, until all have come or nobody is left.
+// run asks all peers for parts, until all parts have come or no peer is left.
 func (w *fill) run(ctx context.Context) {
 	ctx, w.end = context.WithCancel(ctx)
 	defer w.end()
@@ -177,7 +180,7 @@ func (w *fill) run(ctx context.Context) {
 		all.Wait()
 		close(idle)
 	}()
-	tick := time.NewTicker(w.Options.late/4 + time.Millisecond) // what others were asked for may be late by now
+	tick := time.NewTicker(w.Options.late/4 + time.Millisecond) // by now, parts that others were asked for may be late
 	defer tick.Stop()
 	for {
 		select {
@@ -189,16 +192,17 @@ func (w *fill) run(ctx context.Context) {
 	}
 }
 
-// openFile opens a file of a size, in which what was not written is zeros.
+// openFile opens a file of a size. Its unwritten ranges are zeros.
 func openFile(path string, size int64) (f *os.File, fresh bool, err error) {
-	// One that a snapshot has linked is not written to any more, whatever a list says.
+	// A file that a snapshot has linked is never written to again, whatever a list
+	// says.
 	var st unix.Stat_t
 	if unix.Lstat(path, &st) == nil && (st.Nlink > 1 || st.Mode&unix.S_IFMT != unix.S_IFREG) {
 		if err := os.Remove(path); err != nil {
 			return nil, false, err
 		}
 	}
-	f, err = os.OpenFile(path, os.O_RDWR, 0) // root writes to what is read-only
+	f, err = os.OpenFile(path, os.O_RDWR, 0) // root may write to read-only files
 	if errors.Is(err, os.ErrPermission) {
 		if err = os.Chmod(path, 0o600); err == nil {
 			f, err = os.OpenFile(path, os.O_RDWR, 0)
@@ -223,24 +227,24 @@ type fill struct {
 	blob   Blob
 	list   Digests
 	file   *os.File
-	sparse bool // what is missing in the file is a hole
+	sparse bool // missing parts are holes in the file
 	end    context.CancelFunc
 
 	mu      sync.Mutex          // protects all following fields
-	missing map[uint32]bool     // parts, those that somebody was asked for included
-	under   map[uint32]underway // parts that somebody was asked for last
-	free    []uint32            // those that nobody was asked for, in order
-	failed  error               // of the disk
+	missing map[uint32]bool     // parts, including those that a peer was asked for
+	under   map[uint32]underway // the latest request of each part
+	free    []uint32            // parts that no peer was asked for, in order
+	failed  error               // an error of the disk
 	idle    *sync.Cond          // of mu: free or missing has changed
 }
 
-// underway is who was asked for a part, and when.
+// underway is the peer that was asked for a part, and the time of the request.
 type underway struct {
 	by    *source
 	since time.Time
 }
 
-// look finds out what is there.
+// look finds the parts that are in the file already.
 func (w *fill) look(ctx context.Context, fresh bool) error {
 	w.idle, w.under = sync.NewCond(&w.mu), map[uint32]underway{}
 	buf := make([]byte, PartSize)
@@ -275,7 +279,8 @@ func (w *fill) look(ctx context.Context, fresh bool) error {
 	return nil
 }
 
-// take gives parts to ask for; none is that there is nothing left to do.
+// take returns parts to ask for; it returns no parts when nothing is left to
+// do.
 func (w *fill) take(ctx context.Context, s *source) []uint32 {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -287,7 +292,7 @@ func (w *fill) take(ctx context.Context, s *source) []uint32 {
 		if len(w.free) == 0 {
 			mine = w.overdue(s)
 		} else {
-			// Not all that are left: others would have nothing to do.
+			// Not all that are left, so that other workers get parts, too.
 			n := min(MaxRead, max(1, len(w.free)/(2*workers)), len(w.free))
 			mine = w.free[:n:n]
 			w.free = w.free[n:]
@@ -298,12 +303,12 @@ func (w *fill) take(ctx context.Context, s *source) []uint32 {
 			}
 			return mine
 		}
-		w.idle.Wait() // who was asked for them may fail
+		w.idle.Wait() // the peer that was asked for them may fail
 	}
 }
 
-// overdue are parts that another peer was asked for a while ago: one that is slow does not hold up
-// those that have nothing to do. The caller holds w.mu.
+// overdue returns parts that another peer was asked for some time ago, so that a slow peer does
+// not hold up idle ones. The caller holds w.mu.
 func (w *fill) overdue(s *source) (parts []uint32) {
 	for n := range w.missing {
 		if u, asked := w.under[n]; asked && u.by != s && time.Since(u.since) > w.Options.late && len(parts) < MaxRead {
@@ -314,7 +319,7 @@ func (w *fill) overdue(s *source) (parts []uint32) {
 	return parts
 }
 
-// work has a peer send parts until there is nothing left to do, or it is left out.
+// work asks a peer for parts until nothing is left to do, or the peer is excluded.
 func (w *fill) work(ctx context.Context, s *source) {
 	defer context.AfterFunc(ctx, w.wake)()
 	for ctx.Err() == nil {
@@ -339,7 +344,7 @@ func (w *fill) work(ctx context.Context, s *source) {
 	}
 }
 
-// giveBack lets others be asked for parts that a peer has not sent.
+// giveBack allows other peers to be asked for parts that a peer has not sent.
 func (w *fill) giveBack(s *source, left map[uint32]bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -402,7 +407,7 @@ func (w *fill) read(ctx context.Context, s *source, parts []uint32) (left map[ui
 	return left, err
 }
 
-// came notes that a part is there.
+// came notes that a part is in the file.
 func (w *fill) came(n uint32, size uint64) {
 	w.mu.Lock()
 	first := w.missing[n] // another peer may have sent it, too
@@ -416,11 +421,11 @@ func (w *fill) came(n uint32, size uint64) {
 		w.fetch.mu.Unlock()
 	}
 	if done {
-		w.end() // whoever was asked for a part that another has sent
+		w.end() // ends reads of parts that another peer has sent
 	}
 }
 
-// write writes a part. Where the file has a hole, pages of zeros stay one.
+// write writes a part. In a sparse file, pages of zeros remain holes.
 func (w *fill) write(content []byte, at int64) error {
 	if !w.sparse {
 		_, err := w.file.WriteAt(content, at)
@@ -438,7 +443,8 @@ func (w *fill) write(content []byte, at int64) error {
 	return nil
 }
 
-// run is how long the first pages are alike: all of them zeros, or none.
+// run returns the length of the first pages that are alike: either all zeros,
+// or all with content.
 func run(b []byte) (zero bool, n int) {
 	for n < len(b) {
 		page := b[n:min(n+layer.PageSize, len(b))]

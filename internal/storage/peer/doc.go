@@ -1,6 +1,6 @@
-// Package peer moves snapshots of templates between nodes, in parts of layers with digests
-// of their own: what a node serves to others, and how it fetches what it lacks from several of
-// them. How the bytes travel is its users' affair. docs/design/peer.md has the whole.
+// Package peer moves snapshots of templates between nodes, in parts of layers with digests of
+// their own. A node serves parts to others, and fetches the parts that it lacks from several
+// of them. The callers provide the transport. docs/design/peer.md describes the design.
 package peer
 
 import (
@@ -9,11 +9,11 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// ErrSealed says that a snapshot must stay where it is.
+// ErrSealed says that a snapshot must stay on its node.
 var ErrSealed = errors.New("the snapshot holds secrets: it is sealed for its node, and never travels")
 
-// Travels refuses a snapshot that must not leave its node. Whoever serves one asks, and
-// whoever fetches one.
+// Travels refuses a snapshot that must not leave its node. Both the node that serves a
+// snapshot and the one that fetches it call this.
 func Travels(m snapshot.Manifest) error {
 	if m.Private {
 		return ErrSealed

@@ -16,65 +16,68 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// Source is a peer that is asked. Its methods end with their context, and are safe for
-// concurrent use. Nothing of what it says is believed.
+// Source is a peer to fetch from. Its methods end with their ctx, and are safe for
+// concurrent use. Nothing that it sends is trusted.
 type Source interface {
 	// Name is for people.
 	Name() string
-	// Digests gives a page of the digests of a blob's parts, from a part on.
+	// Digests returns a page of the digests of a blob's parts, beginning with a
+	// part.
 	Digests(ctx context.Context, snap snapshot.ID, blob layer.Digest, from uint32) (Digests, error)
-	// Read asks for parts, and calls each with what comes, one call at a time. It returns the
-	// error of each.
+	// Read asks for parts, and calls each for every part that comes, one call at a time. It
+	// returns the error of each.
 	Read(ctx context.Context, snap snapshot.ID, blob layer.Digest, parts []uint32, each func(number uint32, content []byte) error) error
 }
 
 // Bounds of a fetch.
 const (
-	// Stall is how long nothing may come from a peer that was asked for parts.
+	// Stall is the longest silence of a peer that was asked for parts.
 	Stall = 20 * time.Second
-	// listing is how long a peer may take for digests, beside a second for each hashed of
-	// the layer: it may have to hash it first.
+	// listing is the time that a peer may take for digests, plus a second for each hashed
+	// bytes of the layer: the peer may have to hash it first.
 	listing = 30 * time.Second
 	hashed  = 64 << 20
-	// least is how long a fetch may take, beside a second for each MiB.
+	// least is the time that a fetch may take, plus a second for each MiB.
 	least = 10 * time.Minute
-	// workers is how many reads of one peer are under way.
+	// workers is the number of concurrent reads from one peer.
 	workers = 2
 )
 
-// Options are how a snapshot is fetched.
+// Options say how a snapshot is fetched.
 type Options struct {
-	// Sources are asked, all at once.
+	// Sources are asked all at once.
 	Sources []Source
-	// Lend gives a snapshot that is here and has a layer, which need not be fetched then;
-	// or nil. It is closed after use.
+	// Lend returns a snapshot of this node that has a layer, which then need not be
+	// fetched, or nil. Fetch closes the snapshot after use.
 	Lend func(layer.Ref) *snapshot.Snapshot
-	// Log is told what happens, for people; nil is nobody.
+	// Log reports the progress to people; nil reports nothing.
 	Log io.Writer
-	// Stall is how long nothing may come from a peer; 0 is the constant.
+	// Stall is the longest silence of a peer; 0 is the constant.
 	Stall time.Duration
-	// late is after how long others are asked, too, for what a peer was asked for; 0 is a
-	// quarter of Stall.
+	// late is the time after which parts that a peer was asked for are requested from
+	// others, too; 0 is a quarter of Stall.
 	late time.Duration
-	// least is how long a fetch of nothing may take; 0 is the constant.
+	// least is the time that an empty fetch may take; 0 is the constant.
 	least time.Duration
 }
 
-// ErrLate says that an attempt has taken as long as one may. What has come is there for the next.
+// ErrLate says that an attempt has taken the longest time allowed. The next attempt finds the
+// parts that have come.
 var ErrLate = errors.New("an attempt may not take longer")
 
-// Result is what a fetch took.
+// Result counts the bytes of a fetch.
 type Result struct {
-	// Fetched is how many bytes of content have come, without those whose list of digests was
-	// found to be wrong. Found is how many of what an earlier attempt had fetched were there,
-	// Lent what other snapshots here had.
+	// Fetched counts the bytes of content that have come, except those whose list of digests
+	// proved wrong. Found counts the bytes that an earlier attempt had fetched. Lent counts
+	// those of layers that other snapshots of this node have.
 	Fetched, Found, Lent uint64
 }
 
-// MissingError says what no peer has given.
+// MissingError says which parts no peer has sent.
 type MissingError struct {
 	Parts, Of, Layers int
-	// Why is what was wrong with each peer; Busy is that one only serves enough others.
+	// Why has the fault of each peer. Busy says that a peer refused only because it
+	// serves enough others.
 	Why  []string
 	Busy bool
 }
@@ -87,8 +90,8 @@ func (e *MissingError) Error() string {
 	return text + ": " + strings.Join(e.Why, "; ")
 }
 
-// Missing is how many bytes a fetch has to bring here at most, zeros included: those of layers
-// that nobody lends.
+// Missing is an upper bound of the bytes that a fetch must bring, zeros included: the size of
+// all layers that lend does not return.
 func Missing(m snapshot.Manifest, lend func(layer.Ref) *snapshot.Snapshot) (bytes uint64) {
 	for _, b := range Blobs(m) {
 		if lent := lendOf(lend, m, b); lent != nil {
@@ -107,8 +110,9 @@ func lendOf(lend func(layer.Ref) *snapshot.Snapshot, m snapshot.Manifest, b Blob
 	return lend(layer.Ref(b))
 }
 
-// Fetch makes a snapshot at dir of what peers have. What comes is kept in the folder parts,
-// whose parent exists, and found there by the next attempt; the caller removes it.
+// Fetch makes a snapshot at dir from parts that peers have. The parts are kept in the
+// folder parts, whose parent exists, where the next attempt finds them. The caller removes
+// the folder.
 func Fetch(ctx context.Context, m snapshot.Manifest, parts, dir string, o Options) (*snapshot.Snapshot, Result, error) {
 	f, err := newFetch(m, parts, o)
 	if err != nil {
@@ -140,24 +144,25 @@ type fetch struct {
 	blobs    []Blob
 	dir      string
 	sources  []*source
-	lent     map[layer.Digest]*snapshot.Snapshot // which of lenders has a layer, whole
+	lent     map[layer.Digest]*snapshot.Snapshot // the lender of each layer that is intact here
 	lenders  []*snapshot.Snapshot                // open until the end
 	told     map[layer.Digest]told               // the digests of parts of blobs
 
 	mu      sync.Mutex // protects all following fields
 	result  Result
-	counted map[layer.Digest]uint64 // how much of result.Fetched is of a blob
+	counted map[layer.Digest]uint64 // the share of each blob in result.Fetched
 }
 
-// source is a peer, and why it is not asked any more.
+// source is a peer, with the reason why it is not asked any more.
 type source struct {
 	Source
 	mu   sync.Mutex // protects all following fields
-	left error      // nil: it is asked
-	// busy is why it was not asked for more, though it is no worse than others.
+	left error      // nil while it is asked
+	// busy is the reason why it was not asked for more, although it has no
+	// fault.
 	busy error
-	// byDigests is the error of a part that was not what a list of digests says: the list may
-	// be wrong, too.
+	// byDigests says that left is about a part that does not match its digest: the list of
+	// digests may be wrong, too.
 	byDigests bool
 }
 
@@ -175,14 +180,14 @@ func (s *source) leave(err error) {
 	}
 }
 
-// serving is that a peer serves enough others.
+// serving notes that a peer serves enough others.
 func (s *source) serving(err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.busy = err
 }
 
-// reason is why a peer has not given all.
+// reason says why a peer has not sent all parts.
 func (s *source) reason() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -192,14 +197,14 @@ func (s *source) reason() error {
 	return s.busy
 }
 
-// blame leaves a peer out for good.
+// blame excludes a peer for good.
 func (s *source) blame(err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.left, s.byDigests = err, false
 }
 
-// forgive has a peer asked again that was left out because of a list of digests.
+// forgive readmits a peer that was excluded because of a list of digests.
 func (s *source) forgive() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -249,9 +254,10 @@ func (f *fetch) say(format string, args ...any) {
 	_, _ = fmt.Fprintf(f.Log, "== "+format+"\n", args...)
 }
 
-// all fetches all blobs and makes the snapshot. A blob whose list of digests was wrong is
-// fetched again, with another peer's list: each time a peer less is asked. So is one that was
-// lent by a snapshot that has been removed since, unless another one lends it.
+// all fetches all blobs and makes the snapshot. It fetches a blob again if its list of
+// digests was wrong, with the list of another peer: each time it excludes one more peer. It
+// also does so if the snapshot that lent a layer was removed since, unless another snapshot
+// lends the layer.
 func (f *fetch) all(ctx context.Context, dir string) (*snapshot.Snapshot, error) {
 	for {
 		for i, b := range f.blobs {
@@ -275,8 +281,9 @@ func (f *fetch) all(ctx context.Context, dir string) (*snapshot.Snapshot, error)
 	}
 }
 
-// missing says what is, where that is why an attempt ends. All that is before the first blobs
-// is there.
+// missing completes a MissingError at the end of an attempt: it adds the missing parts of the
+// later blobs, and the fault of each peer. The file of every blob before number done is
+// complete.
 func (f *fetch) missing(ctx context.Context, done int, err error) error {
 	var m *MissingError
 	if ctx.Err() != nil || !errors.As(err, &m) {
@@ -298,14 +305,15 @@ func (f *fetch) missing(ctx context.Context, done int, err error) error {
 	return m
 }
 
-// damagedError is a blob that is complete, and not what its digest says.
+// damagedError is a blob that is complete but does not match its digest.
 type damagedError struct{ blob Blob }
 
 func (e *damagedError) Error() string {
 	return fmt.Sprintf("layer %s: %v", e.blob.Digest, layer.ErrDamaged)
 }
 
-// commit makes the snapshot of what is there. Each layer is hashed.
+// commit makes the snapshot from the files that have come. It hashes each
+// layer.
 func (f *fetch) commit(dir string) (*snapshot.Snapshot, error) {
 	state, err := os.ReadFile(f.file(f.blobs[0]))
 	if err != nil {
@@ -341,7 +349,7 @@ func (f *fetch) commit(dir string) (*snapshot.Snapshot, error) {
 	return snap, nil
 }
 
-// goneError is a layer that its lender does not have any more: its template was deleted, say.
+// goneError is a layer that its lender no longer has: its template was deleted, for example.
 type goneError struct {
 	ref layer.Ref
 	err error
@@ -349,7 +357,7 @@ type goneError struct {
 
 func (e *goneError) Error() string { return fmt.Sprintf("layer %s was lent: %v", e.ref.Digest, e.err) }
 
-// link shares a layer of the snapshot that lends it.
+// link shares a layer with the snapshot that lends it.
 func link(b *snapshot.Builder, ref layer.Ref, from *snapshot.Snapshot) error {
 	err := b.LinkLayer(ref, from)
 	if errors.Is(err, os.ErrNotExist) || errors.Is(err, layer.ErrDamaged) {
@@ -358,8 +366,8 @@ func link(b *snapshot.Builder, ref layer.Ref, from *snapshot.Snapshot) error {
 	return err
 }
 
-// borrow reports whether a snapshot here has a layer, whole. It stays open: what is linked at the
-// end is what was hashed.
+// borrow reports whether an intact layer is in another snapshot of this node. That snapshot
+// stays open, so that the layer linked at the end is the one that was hashed.
 func (f *fetch) borrow(ctx context.Context, b Blob) bool {
 	if f.lent[b.Digest] != nil {
 		return true
@@ -384,7 +392,8 @@ func (f *fetch) borrow(ctx context.Context, b Blob) bool {
 	return false
 }
 
-// borrowFrom takes a layer of a snapshot, if it is there and whole. If not it is fetched.
+// borrowFrom takes a layer of a snapshot, if it is there and intact. Otherwise the layer
+// is fetched.
 func (f *fetch) borrowFrom(ctx context.Context, b Blob, from *snapshot.Snapshot) bool {
 	in, err := from.OpenLayer(layer.Ref(b))
 	if err != nil {
@@ -402,7 +411,7 @@ func (f *fetch) borrowFrom(ctx context.Context, b Blob, from *snapshot.Snapshot)
 	return true
 }
 
-// forgetLent is that a layer that was lent is not here any more.
+// forgetLent notes that a lent layer is not here any more.
 func (f *fetch) forgetLent(ref layer.Ref) {
 	delete(f.lent, ref.Digest)
 	f.mu.Lock()
@@ -411,7 +420,7 @@ func (f *fetch) forgetLent(ref layer.Ref) {
 	f.say("layer %.12s is not here any more", ref.Digest)
 }
 
-// giveBackLent closes what was lent.
+// giveBackLent closes the snapshots that have lent layers.
 func (f *fetch) giveBackLent() {
 	for _, from := range f.lenders {
 		_ = from.Close() // only read from
@@ -420,7 +429,7 @@ func (f *fetch) giveBackLent() {
 
 func (f *fetch) file(b Blob) string { return filepath.Join(f.dir, b.Digest.String()) }
 
-// asked are the peers that are still asked.
+// asked returns the peers that are still asked.
 func (f *fetch) asked() (out []*source) {
 	for _, s := range f.sources {
 		if s.why() == nil {
@@ -439,7 +448,7 @@ func IDOf(m snapshot.Manifest) (snapshot.ID, error) {
 	return snapshot.ID(digestOfState(b)), nil
 }
 
-// sorted gives numbers in order.
+// sorted returns the numbers in order.
 func sorted(parts map[uint32]bool) []uint32 {
 	out := make([]uint32, 0, len(parts))
 	for n := range parts {

@@ -18,8 +18,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestFetch: a snapshot comes as it is, in parts of which each is sent once, by all peers; what
-// is zeros is not sent, and takes no room.
+// TestFetch: a snapshot arrives unchanged. All peers send parts, each part once. Parts of zeros
+// are not sent, and take no room.
 func TestFetch(t *testing.T) {
 	snap := source0(t)
 	one, two := peerOf("one", snap), peerOf("two", snap)
@@ -42,8 +42,8 @@ func TestFetch(t *testing.T) {
 	}
 }
 
-// TestOtherPeer: where a peer dies in the middle, another one goes on; what has come is not sent
-// again.
+// TestOtherPeer: if a peer dies in the middle, another one continues. Parts that have come are
+// not sent again.
 func TestOtherPeer(t *testing.T) {
 	snap := source0(t)
 	parts := 0
@@ -61,7 +61,7 @@ func TestOtherPeer(t *testing.T) {
 		})
 	}
 	other := peerOf("other", snap)
-	// The other one comes when the first is dead, with what it has left.
+	// The other peer comes when the first is dead, and sends the missing parts.
 	parent := t.TempDir()
 	f, err := fetchInto(t, parent, snap.Manifest(), Options{Sources: []Source{dies}})
 	var missing *MissingError
@@ -85,8 +85,8 @@ func TestOtherPeer(t *testing.T) {
 	f.wantSame(t, snap)
 }
 
-// TestTorn: what a kill has left half written is fetched again, and nothing else; a damaged list
-// of digests is asked for again.
+// TestTorn: parts that were half written at a kill are fetched again, and only those. If the
+// list of digests is damaged, it is requested again.
 func TestTorn(t *testing.T) {
 	snap := source0(t)
 	ref := snap.Manifest().Memory.Layers[0]
@@ -145,8 +145,8 @@ func TestTorn(t *testing.T) {
 	f.wantSame(t, snap)
 }
 
-// TestLinkedIsNotWrittenTo: what an earlier fetch has become is left alone by the next, whatever a
-// peer tells of it.
+// TestLinkedIsNotWrittenTo: the next fetch leaves files alone that are part of a snapshot,
+// whatever a peer says of them.
 func TestLinkedIsNotWrittenTo(t *testing.T) {
 	snap := source0(t)
 	f, err := fetchInto(t, t.TempDir(), snap.Manifest(), Options{Sources: []Source{peerOf("p", snap)}})
@@ -205,7 +205,8 @@ func TestLent(t *testing.T) {
 	}
 }
 
-// TestSealed: what holds secrets neither leaves a node nor is taken.
+// TestSealed: a snapshot that holds secrets neither leaves a node nor is
+// accepted from one.
 func TestSealed(t *testing.T) {
 	key, err := seal.Generate()
 	if err != nil {
@@ -229,7 +230,8 @@ func TestSealed(t *testing.T) {
 	}
 }
 
-// TestStopped: a fetch ends with its context, and what has come is there for the next.
+// TestStopped: a fetch ends with its ctx, and the next one finds the parts that have
+// come.
 func TestStopped(t *testing.T) {
 	snap := source0(t)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -256,7 +258,7 @@ func TestStopped(t *testing.T) {
 	f.wantSame(t, snap)
 }
 
-// TestServerRefuses what is not there, and more than may be asked for at once.
+// TestServerRefuses parts that do not exist, and requests of too many parts.
 func TestServerRefuses(t *testing.T) {
 	snap := source0(t)
 	s, blob := NewServer(Limits{}), snap.Manifest().Memory.Layers[0].Digest
@@ -278,7 +280,7 @@ func TestServerRefuses(t *testing.T) {
 
 func second[T any](_ T, err error) error { return err }
 
-// TestDamagedHere: what is damaged on the node that serves is not told to anybody.
+// TestDamagedHere: a node does not send digests of a layer that is damaged.
 func TestDamagedHere(t *testing.T) {
 	snap, dir := makeSnapshot(t, memory(1), memory(2))
 	ref := snap.Manifest().Memory.Layers[0]
@@ -293,8 +295,8 @@ func TestDamagedHere(t *testing.T) {
 	}
 }
 
-// TestReadsAreBounded: one peer has at most half of the places; who waits gets one that becomes
-// free, or is told to ask another node.
+// TestReadsAreBounded: one peer has at most half of the places. A waiting read gets a place
+// that becomes free, or is told to ask another node.
 func TestReadsAreBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := NewServer(Limits{Reads: 4})
@@ -331,8 +333,8 @@ func TestReadsAreBounded(t *testing.T) {
 	})
 }
 
-// TestBusyPeer: a peer that serves enough others is asked again later, and is not taken for one that
-// has failed.
+// TestBusyPeer: a peer that serves enough others is asked again later, and does not count as
+// failed.
 func TestBusyPeer(t *testing.T) {
 	snap := source0(t)
 	busy := &hostile{honest: peerOf("busy", snap)}
@@ -348,7 +350,7 @@ func TestBusyPeer(t *testing.T) {
 	f.wantSame(t, snap)
 }
 
-// TestPace: what is sent to all peers together is bounded.
+// TestPace: the rate of all bytes to all peers together is bounded.
 func TestPace(t *testing.T) {
 	snap := source0(t)
 	const perSecond = 2 << 20

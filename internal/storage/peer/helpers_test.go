@@ -19,8 +19,8 @@ import (
 
 const page = layer.PageSize
 
-// memory has a part of nothing but zeros, one with a few pages, incompressible ones and a last
-// one that is short.
+// memory has a part that is all zeros, a part with a few pages, incompressible parts, and a
+// short last part.
 func memory(seed uint64) []byte {
 	b := make([]byte, 9*PartSize+3*page)
 	x := rand.NewChaCha8([32]byte{byte(seed)})
@@ -34,7 +34,7 @@ func whole(r layer.Ref) snapshot.Stack {
 	return snapshot.StackOf(layer.Stack{Size: r.Size, Layers: []layer.Ref{r}, Extents: []layer.Extent{{Length: r.Size}}})
 }
 
-// makeSnapshot makes a snapshot of a memory and a disk, and says where it is.
+// makeSnapshot makes a snapshot of a memory and a disk, and returns its folder.
 func makeSnapshot(t testing.TB, memory, disk []byte, o ...snapshot.Option) (*snapshot.Snapshot, string) {
 	t.Helper()
 	dir := filepath.Join(t.TempDir(), "snapshot")
@@ -113,7 +113,8 @@ func (h *honest) sent() (n int) {
 	return n
 }
 
-// hostile is a peer that does what its fields say, and the rest honestly.
+// hostile is a peer that misbehaves according to its fields, and is honest
+// otherwise.
 type hostile struct {
 	*honest
 	digests func(Digests, uint32) (Digests, error)
@@ -145,7 +146,7 @@ type fetched struct {
 	log bytes.Buffer
 }
 
-// fetchInto fetches with what an earlier attempt has left in parent.
+// fetchInto fetches with the parts that an earlier attempt has left in parent.
 func fetchInto(t testing.TB, parent string, m snapshot.Manifest, o Options) (*fetched, error) {
 	t.Helper()
 	f := &fetched{parent: parent}
@@ -161,7 +162,7 @@ func fetchInto(t testing.TB, parent string, m snapshot.Manifest, o Options) (*fe
 	return f, err
 }
 
-// wantSame compares a snapshot with what it was fetched from.
+// wantSame compares a snapshot with its source.
 func (f *fetched) wantSame(t testing.TB, of *snapshot.Snapshot) {
 	t.Helper()
 	if f.snap.ID() != of.ID() || !bytes.Equal(f.snap.State(), of.State()) {
@@ -172,7 +173,7 @@ func (f *fetched) wantSame(t testing.TB, of *snapshot.Snapshot) {
 	}
 }
 
-// wantNone checks that nothing became a snapshot.
+// wantNone checks that no snapshot was made.
 func (f *fetched) wantNone(t testing.TB) {
 	t.Helper()
 	entries, err := os.ReadDir(f.parent)

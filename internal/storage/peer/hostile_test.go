@@ -12,7 +12,7 @@ import (
 	"github.com/klauspost/compress/zstd"
 )
 
-// bomb is a small frame of much more than a part.
+// bomb is a small frame that expands to far more than a part.
 func bomb(t testing.TB) []byte {
 	t.Helper()
 	z, err := zstd.NewWriter(nil)
@@ -22,8 +22,8 @@ func bomb(t testing.TB) []byte {
 	return z.EncodeAll(make([]byte, 512<<20), nil)
 }
 
-// TestHostilePeers: whatever one peer does, another one's content arrives; alone, it is named
-// with what was wrong, and nothing is made.
+// TestHostilePeers: whatever one peer does, the content of another one arrives. If there is
+// no other, the error names the peer and its fault, and no snapshot is made.
 func TestHostilePeers(t *testing.T) {
 	snap := source0(t)
 	big := bomb(t)
@@ -139,7 +139,7 @@ func unpackAny(sent []byte) ([]byte, error) {
 
 func second0[T, U any](v T, _ U) T { return v }
 
-// TestSlowPeer: a peer that sends a little does not hold up one that has nothing to do.
+// TestSlowPeer: a peer that sends little does not hold up an idle one.
 func TestSlowPeer(t *testing.T) {
 	snap := source0(t)
 	ref := snap.Manifest().Memory.Layers[0]
@@ -149,7 +149,7 @@ func TestSlowPeer(t *testing.T) {
 		if blob != ref.Digest {
 			return slow.honest.Read(ctx, snap.ID(), blob, ask, each)
 		}
-		<-ctx.Done() // until all has come from the other
+		<-ctx.Done() // until all parts have come from the other peer
 		ended <- struct{}{}
 		return ctx.Err()
 	}
@@ -163,7 +163,7 @@ func TestSlowPeer(t *testing.T) {
 	}
 }
 
-// TestLiarsListIsForgotten: digests that were wrong are not used by the next attempt.
+// TestLiarsListIsForgotten: the next attempt does not use digests that were wrong.
 func TestLiarsListIsForgotten(t *testing.T) {
 	snap := source0(t)
 	liar := &hostile{honest: peerOf("liar", snap)}
@@ -178,7 +178,7 @@ func TestLiarsListIsForgotten(t *testing.T) {
 	f.wantSame(t, snap)
 }
 
-// FuzzPart: whatever a peer sends as a part, only its content is taken.
+// FuzzPart: only content that matches its digest is accepted as a part.
 func FuzzPart(f *testing.F) {
 	content := bytes.Repeat([]byte("content "), 512)
 	sent, err := pack(content)
@@ -201,7 +201,7 @@ func FuzzPart(f *testing.F) {
 	})
 }
 
-// FuzzDigests: digests of parts have one form, on the way and in their file.
+// FuzzDigests: digests of parts have one form, in messages and in their file.
 func FuzzDigests(f *testing.F) {
 	b := Blob{Size: 2*PartSize + 1}
 	list := Digests{{1}, {}, {3}}

@@ -16,18 +16,18 @@ import (
 const (
 	// PartSize is the size of all parts but the last one of a layer.
 	PartSize = 1 << 20
-	// MaxContent is more than a part becomes by being compressed.
+	// MaxContent is larger than any compressed part.
 	MaxContent = PartSize + 64<<10
 	// MaxLayer is the size of the largest layer that travels: the digests of its parts have
 	// 8 MiB.
 	MaxLayer = 256 << 30
-	// MaxPage is how many digests are told at once.
+	// MaxPage is the greatest number of digests in one answer.
 	MaxPage = 16 << 10
-	// MaxRead is how many parts are asked for at once.
+	// MaxRead is the greatest number of parts in one request.
 	MaxRead = 64
 )
 
-// Blob is what travels in parts: a layer, or the state.
+// Blob is a file that travels in parts: a layer, or the state.
 type Blob struct {
 	Digest layer.Digest
 	Size   uint64
@@ -61,7 +61,7 @@ func (b Blob) check() error {
 	return nil
 }
 
-// Parts is how many parts a blob has.
+// Parts is the number of parts of a blob.
 func (b Blob) Parts() int { return int((b.Size + PartSize - 1) / PartSize) }
 
 // part is where a part begins, and its size.
@@ -70,7 +70,8 @@ func (b Blob) part(n uint32) (offset, size uint64) {
 	return offset, min(PartSize, b.Size-offset)
 }
 
-// Digests are those of a blob's parts; the zero value is that of nothing but zeros.
+// Digests are those of a blob's parts. The zero digest stands for a part of zeros
+// only.
 type Digests []layer.Digest
 
 var zeros [PartSize]byte
@@ -83,10 +84,10 @@ func digestOf(content []byte) layer.Digest {
 	return sha256.Sum256(content)
 }
 
-// ErrPart says that a part is not what its digest says.
+// ErrPart says that a part does not match its digest.
 var ErrPart = errors.New("it is not what its digest says")
 
-// codecs are made when they are first needed, and used by several at once.
+// The codecs are made when they are first needed, and are used concurrently.
 var (
 	encoder = sync.OnceValues(func() (*zstd.Encoder, error) {
 		return zstd.NewWriter(nil, zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithWindowSize(PartSize), zstd.WithLowerEncoderMem(true))
@@ -96,7 +97,7 @@ var (
 	})
 )
 
-// pack makes of a part's content what is sent.
+// pack compresses a part for sending.
 func pack(content []byte) ([]byte, error) {
 	z, err := encoder()
 	if err != nil {
@@ -105,8 +106,8 @@ func pack(content []byte) ([]byte, error) {
 	return z.EncodeAll(content, make([]byte, 0, len(content)/2)), nil
 }
 
-// unpack is the content of a part that somebody has sent, which is compared with its size and
-// digest. into is memory for it.
+// unpack decompresses a part that a peer has sent, and checks its size and digest. into is
+// memory for the content.
 func unpack(sent []byte, size uint64, want layer.Digest, into []byte) ([]byte, error) {
 	if len(sent) > MaxContent {
 		return nil, fmt.Errorf("%w: it was sent in %d bytes", ErrPart, len(sent))
@@ -129,12 +130,12 @@ func unpack(sent []byte, size uint64, want layer.Digest, into []byte) ([]byte, e
 }
 
 // The file of a blob's digests: magic, the size of the blob, the digests, and the SHA-256 of
-// all that.
+// everything before it.
 const digestsMagic = "ARPARTS1"
 
 const digestsHead = len(digestsMagic) + 8
 
-// encode gives the file of digests.
+// encode returns the file of digests.
 func (d Digests) encode(b Blob) []byte {
 	out := make([]byte, 0, digestsHead+(len(d)+1)*sha256.Size)
 	out = append(out, digestsMagic...)
@@ -146,7 +147,8 @@ func (d Digests) encode(b Blob) []byte {
 	return append(out, sum[:]...)
 }
 
-// parseDigests reads what encode gives for a blob, and nothing else.
+// parseDigests reads the output of encode for a blob, and rejects anything
+// else.
 func parseDigests(file []byte, b Blob) (Digests, error) {
 	if want := digestsHead + (b.Parts()+1)*sha256.Size; len(file) != want {
 		return nil, fmt.Errorf("digests of parts: %d bytes, not %d", len(file), want)
@@ -161,7 +163,7 @@ func parseDigests(file []byte, b Blob) (Digests, error) {
 	return ParsePage(body[digestsHead:])
 }
 
-// Page is digests as they travel, 32 bytes each.
+// Page encodes digests for sending, 32 bytes each.
 func (d Digests) Page() []byte {
 	out := make([]byte, 0, len(d)*sha256.Size)
 	for _, one := range d {
@@ -170,7 +172,7 @@ func (d Digests) Page() []byte {
 	return out
 }
 
-// ParsePage reads digests that somebody has sent.
+// ParsePage reads digests that a peer has sent.
 func ParsePage(page []byte) (Digests, error) {
 	if len(page)%sha256.Size != 0 || len(page)/sha256.Size > MaxLayer/PartSize {
 		return nil, fmt.Errorf("%d bytes are no digests of parts", len(page))

@@ -14,46 +14,47 @@ import (
 	"golang.org/x/time/rate"
 )
 
-// Limits bound what a node does for others. The zero value is good.
+// Limits bound the work of a node for others. The zero value has good defaults.
 type Limits struct {
-	// BytesPerSecond is what is sent to all peers together; 0 is no bound.
+	// BytesPerSecond bounds the bytes sent to all peers together; 0 is no
+	// bound.
 	BytesPerSecond uint64
-	// Reads is how many reads are served at once; 0 is DefaultReads. One peer has at most
-	// half of them.
+	// Reads is the greatest number of concurrent reads; 0 is DefaultReads. One peer has
+	// at most half of them.
 	Reads int
 }
 
-// DefaultReads is how many reads are served at once.
+// DefaultReads is the default of Limits.Reads.
 const DefaultReads = 8
 
 // MinRate is the lowest bound of bytes per second: a part must come in time.
 const MinRate = 1 << 20
 
-// readPatience is how long a read waits for its place.
+// readPatience is the time that a read waits for its place.
 const readPatience = 10 * time.Second
 
-// keptDigests is how many digests of parts are in memory at most.
+// keptDigests is the greatest number of digests of parts in memory.
 const keptDigests = 64 << 20 / len(layer.Digest{})
 
 var (
-	// ErrBusy says that a node does enough for others already.
+	// ErrBusy says that a node serves enough others already.
 	ErrBusy = errors.New("the node serves enough peers: ask another one, or later")
-	// ErrAsked says that what was asked for is not possible.
+	// ErrAsked says that a request is invalid.
 	ErrAsked = errors.New("it cannot be asked for")
 )
 
 // Server serves snapshots of templates to other nodes.
 type Server struct {
-	pace  *rate.Limiter // nil is none
+	pace  *rate.Limiter // nil is no limit
 	reads int
-	now   chan struct{} // has an element for each that hashes a layer
+	now   chan struct{} // has an element while a layer is hashed
 
 	mu     sync.Mutex // protects all following fields
 	by     map[string]int
 	all    int
 	freed  chan struct{} // closed when a place becomes free, and made anew
 	kept   map[layer.Digest]Digests
-	digest int // how many there are in kept
+	digest int // number of digests in kept
 }
 
 // NewServer makes a server.
@@ -68,7 +69,7 @@ func NewServer(l Limits) *Server {
 	return s
 }
 
-// Digests gives a page of the digests of a blob's parts.
+// Digests returns a page of the digests of a blob's parts.
 func (s *Server) Digests(ctx context.Context, snap *snapshot.Snapshot, blob layer.Digest, from uint32) (Digests, error) {
 	b, err := find(snap, blob)
 	if err != nil {
@@ -95,7 +96,7 @@ func find(snap *snapshot.Snapshot, blob layer.Digest) (Blob, error) {
 	return b, nil
 }
 
-// digests are kept once they were computed.
+// digests returns all digests of a blob, and keeps them in memory.
 func (s *Server) digests(ctx context.Context, snap *snapshot.Snapshot, b Blob) (Digests, error) {
 	if d := s.known(b); d != nil {
 		return d, nil
@@ -133,7 +134,8 @@ func (s *Server) known(b Blob) Digests {
 	return s.kept[b.Digest]
 }
 
-// compute hashes the parts, and the whole: what is damaged here is not told to anybody.
+// compute hashes each part and the whole blob, so that digests of a damaged layer are
+// never sent.
 func compute(ctx context.Context, snap *snapshot.Snapshot, b Blob) (Digests, error) {
 	in, err := open(snap, b)
 	if err != nil {
@@ -179,8 +181,8 @@ func open(snap *snapshot.Snapshot, b Blob) (content, error) {
 	return snap.OpenLayer(layer.Ref(b))
 }
 
-// Read sends parts of a blob, in the order in which they are asked for. Content that was damaged
-// since its digests were computed is found out by whoever gets it.
+// Read sends parts of a blob, in the order of the request. The receiver detects content that
+// was damaged after its digests were computed.
 func (s *Server) Read(ctx context.Context, snap *snapshot.Snapshot, blob layer.Digest, parts []uint32, send func(number uint32, content []byte) error) error {
 	b, err := find(snap, blob)
 	if err != nil {
@@ -221,8 +223,8 @@ func (s *Server) Read(ctx context.Context, snap *snapshot.Snapshot, blob layer.D
 	return nil
 }
 
-// Enter waits for a place among those that are served, before anything is opened for a peer. leave
-// gives it back.
+// Enter waits for a place among the reads that are served, before anything is opened for a
+// peer. leave gives the place back.
 func (s *Server) Enter(ctx context.Context, peer string) (leave func(), err error) {
 	patience := time.NewTimer(readPatience)
 	defer patience.Stop()

@@ -29,7 +29,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// TestKilled: the programs of a build die with whoever builds, however it dies.
+// TestKilled: the programs of a build die with their builder, even if it is
+// killed.
 func TestKilled(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "lock")
 	exe, err := os.Executable()
@@ -75,7 +76,7 @@ func (f writerFunc) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// wantFree waits until nobody has a lock on a file.
+// wantFree waits until a file has no lock.
 func wantFree(t *testing.T, file string) {
 	t.Helper()
 	f, err := os.Open(file)

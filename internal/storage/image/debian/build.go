@@ -65,7 +65,7 @@ func (r Recipe) Build(ctx context.Context, root, work string, o Options) error {
 	return nil
 }
 
-// slim leaves out what nobody reads in a sandbox. Licences stay.
+// slim leaves out files that are not read in a sandbox. Licences stay.
 var slim = []string{
 	"path-exclude=/usr/share/man/*", "path-exclude=/usr/share/info/*", "path-exclude=/usr/share/locale/*",
 	"path-exclude=/usr/share/doc/*", "path-include=/usr/share/doc/*/copyright",
@@ -87,7 +87,7 @@ func (r Recipe) bootstrap(ctx context.Context, root string, sources []string, lo
 		args = append(args, "--dpkgopt="+o)
 	}
 	args = append(append(args, r.Suite, root), sources...)
-	// The result must not depend on the settings of whoever builds it.
+	// The result must not depend on the settings of the user who builds it.
 	env := []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LC_ALL=C.UTF-8", "DEBIAN_FRONTEND=noninteractive", "TMPDIR=/tmp"}
 	if _, err := runApart(ctx, log, env, append([]string{"mmdebstrap"}, args...)...); err != nil {
 		return fmt.Errorf("install Debian packages: %w", err)
@@ -95,8 +95,9 @@ func (r Recipe) bootstrap(ctx context.Context, root string, sources []string, lo
 	return nil
 }
 
-// runApart runs a command with mounts and processes of its own: whatever it
-// leaves ends with it, and it ends with us. It returns what the command printed.
+// runApart runs a command with mounts and processes of its own. Processes that
+// it leaves end with it, and it ends with us. It returns the output of the
+// command.
 func runApart(ctx context.Context, log io.Writer, env []string, argv ...string) ([]byte, error) {
 	apart := []string{"--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--"}
 	cmd := exec.CommandContext(ctx, "unshare", append(apart, argv...)...) //nolint:gosec // no shell takes them apart
@@ -110,8 +111,8 @@ func runApart(ctx context.Context, log io.Writer, env []string, argv ...string) 
 	}
 	done := make(chan error, 1)
 	go func() {
-		// The parent-death signal comes when the thread ends: it stays for the
-		// command, and ends with this goroutine.
+		// The parent-death signal comes when the thread ends: the thread is
+		// kept for the command, and ends with this goroutine.
 		runtime.LockOSThread()
 		done <- cmd.Run()
 	}()
@@ -124,7 +125,7 @@ func runApart(ctx context.Context, log io.Writer, env []string, argv ...string) 
 	return out.Bytes(), nil
 }
 
-// tail keeps the end of what a program says, which is where it says why it
+// tail keeps the end of a program's output, which is where it says why it
 // failed.
 type tail struct{ b []byte }
 
@@ -138,14 +139,14 @@ func (t *tail) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// credentials of URLs do not belong into errors.
+// credentials in URLs must not appear in errors.
 var urlCredentials = regexp.MustCompile(`://[^/@\s]+@`)
 
 func (t *tail) lines() string {
 	return urlCredentials.ReplaceAllString(strings.TrimSpace(string(t.b)), "://")
 }
 
-// clean takes away what came from this host or this minute.
+// clean removes traces of this host and of the time of the build.
 func clean(root string, sources []string) error {
 	inside, err := os.OpenRoot(root)
 	if err != nil {
@@ -192,8 +193,8 @@ func clean(root string, sources []string) error {
 	return pipSettings(inside)
 }
 
-// pipSettings let pip install into the image's own Python, which Debian keeps
-// to itself (PEP 668): the image is the environment.
+// pipSettings let pip install into the image's own Python, which Debian
+// otherwise reserves for its packages (PEP 668): the image is the environment.
 func pipSettings(inside *os.Root) error {
 	if _, err := inside.Stat("usr/lib/python3/dist-packages/pip"); errors.Is(err, os.ErrNotExist) {
 		return nil
@@ -205,7 +206,7 @@ func pipSettings(inside *os.Root) error {
 // days is the day on which a password was changed last, in /etc/shadow.
 var days = regexp.MustCompile(`(?m)^([^:\n]*:[^:\n]*:)[0-9]+:`)
 
-// settle sets times that tell when the image was built.
+// settle sets times that would show when the image was built.
 func settle(root string, epoch time.Time) error {
 	inside, err := os.OpenRoot(root)
 	if err != nil {

@@ -49,7 +49,7 @@ func TestPackages(t *testing.T) {
 	}
 }
 
-// TestSources: the archives are the host's, nothing is made up.
+// TestSources: the archives are those of the host, and no others.
 func TestSources(t *testing.T) {
 	suite, err := hostSuite()
 	if err != nil {

@@ -12,11 +12,11 @@ import (
 )
 
 // chroot runs programs of the new root filesystem in it, with the host's
-// network. work is seen in it as /run/build; no trace of that stays.
+// network. work appears in it as /run/build, and leaves no trace there.
 type chroot struct {
 	root, work string
 	log        io.Writer
-	// links are folders of the host that are seen as /run/build/links/N.
+	// links are folders of the host that appear as /run/build/links/N.
 	links []string
 }
 
@@ -64,9 +64,9 @@ func (c *chroot) run(ctx context.Context, env []string, argv ...string) ([]byte,
 	return runApart(ctx, c.log, append(base, env...), args...)
 }
 
-// installWheels lets the image's own pip, which knows what fits its Python,
-// install what was asked for, with the host's settings. Only wheels: installing
-// one runs no code of it.
+// installWheels runs the image's own pip, which knows the wheels for its
+// Python, with the host's settings. It installs only wheels: that runs no code
+// of them.
 func (r Recipe) installWheels(ctx context.Context, in *chroot) error {
 	env, err := in.pipEnvironment(ctx)
 	if err != nil {
@@ -79,8 +79,8 @@ func (r Recipe) installWheels(ctx context.Context, in *chroot) error {
 	return nil
 }
 
-// compile compiles what pip installed. Packages hold files for other versions
-// of Python, too: those that fail are left alone, as pip does.
+// compile compiles the files that pip installed. Packages contain files for
+// other versions of Python, too: like pip, it ignores those that fail.
 func (c *chroot) compile(ctx context.Context) error {
 	_, err := c.run(ctx, nil, "sh", "-c", "PYTHONDONTWRITEBYTECODE= python3 -m compileall -q /usr/local/lib/python3*/dist-packages >/dev/null || true")
 	if err != nil {
@@ -89,14 +89,14 @@ func (c *chroot) compile(ctx context.Context) error {
 	return nil
 }
 
-// pipEnvironment makes the host's settings of pip hold in the chroot: its
+// pipEnvironment applies the host's settings of pip in the chroot: its
 // environment, its files, and the files that those name.
 func (c *chroot) pipEnvironment(ctx context.Context) ([]string, error) {
 	env, err := c.copySettings()
 	if err != nil {
 		return nil, err
 	}
-	// pip itself knows best how its settings add up.
+	// pip itself knows best how to combine its settings.
 	quiet := *c
 	quiet.log = nil // settings may hold credentials
 	out, err := quiet.run(ctx, env, "python3", "-m", "pip", "config", "list")
@@ -106,8 +106,8 @@ func (c *chroot) pipEnvironment(ctx context.Context) ([]string, error) {
 	return c.mapPaths(env, parseSettings(string(out)))
 }
 
-// copySettings copies the host's files to where pip looks for them in the
-// chroot: a configuration's folders, the home, and PIP_CONFIG_FILE.
+// copySettings copies the host's files to the places where pip looks for them
+// in the chroot: a configuration's folders, the home, and PIP_CONFIG_FILE.
 func (c *chroot) copySettings() ([]string, error) {
 	home, err := os.UserHomeDir()
 	if err != nil {
@@ -149,7 +149,7 @@ func (c *chroot) copySettings() ([]string, error) {
 	return env, nil
 }
 
-// caBundle is the file of certificates that the host's Python would trust.
+// caBundle is the file of certificates that the host's Python trusts.
 func caBundle() string {
 	for _, name := range []string{"REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"} {
 		if file := os.Getenv(name); file != "" {
@@ -175,9 +175,9 @@ func (c *chroot) copyFile(from, to string) error {
 	return os.WriteFile(path, b, 0o600)
 }
 
-// parseSettings reads what pip config list prints: section.name='value', the
-// environment's section being :env:. Later ones win; the environment, then the
-// section of the command.
+// parseSettings reads the output of pip config list: section.name='value'. The
+// environment's section is :env:. The environment has precedence, then the
+// section of the command; later lines override earlier ones.
 func parseSettings(out string) map[string]string {
 	settings, rank := map[string]string{}, map[string]int{}
 	ranks := map[string]int{"global": 1, "install": 2, ":env:": 3}
@@ -196,8 +196,8 @@ func parseSettings(out string) map[string]string {
 	return settings
 }
 
-// mapPaths makes files and folders of the host that settings name available,
-// and says in the environment, which wins, where they are.
+// mapPaths makes the host's files and folders in the settings available in the
+// chroot. It sets their new paths in the environment, which has precedence.
 func (c *chroot) mapPaths(env []string, settings map[string]string) ([]string, error) {
 	set := func(name, value string) {
 		env = slices.DeleteFunc(env, func(e string) bool { return strings.HasPrefix(e, name+"=") })

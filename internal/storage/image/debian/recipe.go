@@ -1,9 +1,9 @@
 // Package debian makes root filesystems of Debian packages and Python wheels,
-// without a registry: mmdebstrap fetches the packages from where the host's apt
-// gets its own, pip the wheels from where the host's pip does.
+// without a registry. mmdebstrap fetches the packages from the archives of the
+// host's apt, and pip fetches the wheels from the indexes of the host's pip.
 //
-// Nothing of the host stays in the result: no configuration, no credentials, no
-// caches, no host name. The same packages and wheels give the same files.
+// No configuration, credentials, caches or host name of the host stay in the
+// result. The same packages and wheels give the same files.
 package debian
 
 import (
@@ -18,29 +18,29 @@ import (
 	"time"
 )
 
-// Recipe is what a root filesystem is made of.
+// Recipe is the definition of a root filesystem.
 type Recipe struct {
 	// Suite is Debian's release, by its code name.
 	Suite string `json:"suite"`
 	// Include are packages beside the essential ones.
 	Include []string `json:"include,omitempty"`
-	// Pip are requirements, as pip install takes them, of which there are
-	// wheels.
+	// Pip are requirements that have wheels, in the form of pip install's
+	// arguments.
 	Pip []string `json:"pip,omitempty"`
-	// Mirror is where packages come from; empty is where the host's come from.
+	// Mirror is the archive of the packages; empty is the host's archives.
 	Mirror string `json:"mirror,omitempty"`
 }
 
-// Options are how a recipe is followed.
+// Options say how a recipe is built.
 type Options struct {
 	// Sources are the recipe's (Recipe.Sources).
 	Sources []string
-	// Log is told what the programs say.
+	// Log receives the output of the programs.
 	Log io.Writer
-	// Pip is called when wheels come after packages.
+	// Pip is called when the installation of wheels begins.
 	Pip func()
-	// Epoch is the time that files get which were made while building; zero is
-	// that of the newest file of a package.
+	// Epoch is the time given to files that the build makes; zero is the time
+	// of the newest file of a package.
 	Epoch time.Time
 }
 
@@ -72,13 +72,13 @@ func (r Recipe) Validate() error {
 	return nil
 }
 
-// Python says whether Python is wanted: then pip and a command named python are
-// there as well.
+// Python reports whether the image has Python: then it also has pip and a
+// command named python.
 func (r Recipe) Python() bool {
 	return len(r.Pip) > 0 || slices.ContainsFunc(r.Include, func(p string) bool { return strings.HasPrefix(p, "python3") })
 }
 
-// packages are all that mmdebstrap is asked for.
+// packages are all packages that mmdebstrap installs.
 func (r Recipe) packages() []string {
 	all := slices.Clone(r.Include)
 	if r.Python() {
@@ -88,7 +88,7 @@ func (r Recipe) packages() []string {
 	return slices.Compact(all)
 }
 
-// programs are what a build needs of the host.
+// programs checks for the programs of the host that a build needs.
 func programs() error {
 	if os.Geteuid() != 0 {
 		return errors.New("building an image installs packages as root: run this as root")

@@ -13,7 +13,7 @@ import (
 	"strings"
 )
 
-// keyring is where Debian's own package of its keys puts them.
+// keyring is the file in which Debian's package of keys installs them.
 const keyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
 // Sources are the lines of sources.list that a recipe's packages come from: the
@@ -57,7 +57,8 @@ func sourceLine(uri, suite, key string) string {
 	return "deb " + options + uri + " " + suite + " main"
 }
 
-// withoutCredentials is a line of sources.list that may stay in an image.
+// withoutCredentials is a line of sources.list without the parts that must not
+// stay in an image.
 func withoutCredentials(line string) string {
 	words := strings.Fields(line)
 	for i, w := range words {
@@ -65,7 +66,7 @@ func withoutCredentials(line string) string {
 			u.User = nil
 			words[i] = u.String()
 		}
-		if strings.HasPrefix(w, "[signed-by=") { // the image's own keyring will do
+		if strings.HasPrefix(w, "[signed-by=") { // the image's own keyring is enough
 			words[i] = ""
 		}
 	}
@@ -89,8 +90,8 @@ func hostSuite() (string, error) {
 
 type target struct{ uri, suite, component, origin string }
 
-// hostTargets asks apt, which knows all forms of its configuration. Origins are
-// known of archives whose lists were downloaded.
+// hostTargets asks apt, which knows all forms of its configuration. Only
+// archives whose lists were downloaded have a known origin.
 func hostTargets(ctx context.Context) ([]target, error) {
 	const format = "$(REPO_URI)\t$(RELEASE)\t$(COMPONENT)\t$(ORIGIN)"
 	var targets []target
@@ -118,8 +119,8 @@ func hostTargets(ctx context.Context) ([]target, error) {
 	return targets, nil
 }
 
-// hostKeys finds which keys the host's configuration ties to which archive. Apt
-// itself does not say.
+// hostKeys finds the keys that the host's configuration assigns to archives.
+// Apt itself does not report them.
 func hostKeys() map[string]string {
 	keys := map[string]string{}
 	files, _ := filepath.Glob("/etc/apt/sources.list.d/*")
@@ -173,7 +174,7 @@ func addLine(keys map[string]string, line string) {
 }
 
 // keyOf is the keyring that an archive is signed with: the host's choice, or
-// Debian's own, or whatever the host's apt trusts.
+// Debian's own, or those that the host's apt trusts.
 func keyOf(keys map[string]string, uri string) string {
 	if key := keys[uri]; key != "" {
 		return key
