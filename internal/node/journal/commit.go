@@ -78,7 +78,7 @@ func (db *DB) commitQueued() {
 		db.queue = nil // committed writes can be freed
 	}
 	db.mu.Unlock()
-	err := errors.New("write the journal: a function did not return") // the error remains only if a function has ended its goroutine
+	err := errors.New("write the journal: a function did not return") // unless commit returns
 	defer func() {
 		for _, w := range group {
 			if err != nil && w.panicked == nil {
