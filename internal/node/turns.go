@@ -42,9 +42,9 @@ type turns struct {
 	refills []*waiter                       // in order of arrival
 }
 
-// of the user
+// waiter waits for a turn.
 type waiter struct {
-	namespace sandbox.Namespace // of a user
+	namespace sandbox.Namespace // of the user
 	refill    bool              // the waiter fills a pool
 	served    chan struct{}
 	err       error // why it got no turn; set before served is closed
