@@ -52,7 +52,7 @@ func (p *peers) Pull(ctx context.Context, name, dir string, r node.PullRequest) 
 		return nil, err
 	}
 	limits := pack.DefaultLimits()
-	limits.Bytes = peer.MaxLayer // the manifest was accepted, so the content may be as large
+	limits.Bytes = peer.MaxLayer // Accept has bounded the size by the manifest
 	return pack.Pull(ctx, ref, dir, p.registries, pack.UnpackOptions{Limits: limits, Accept: r.Accept, Lend: r.Lend})
 }
 
