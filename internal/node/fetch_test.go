@@ -326,7 +326,7 @@ func TestFetchGoesOn(t *testing.T) {
 	w.mu.Unlock()
 	sure(b.FetchTemplate(t.Context(), fetchOf(o, "a", "c")))(t)
 	b.wantFetched(o)
-	if w.sent["a"]+w.sent["c"] > layerMiB+4 { // state, root, memory, and what was torn
+	if w.sent["a"]+w.sent["c"] > layerMiB+4 { // state, root, memory, and the torn parts
 		t.Errorf("%v parts were sent", w.sent)
 	}
 }

@@ -17,8 +17,9 @@ import (
 // Fork makes sandboxes that continue from a running one, all from the same instant. They are
 // named <fork>-1 to <fork>-n unless the spec names them. A paused or hibernated source is
 // resumed first. If the fork also makes a checkpoint, the source stays as it is, and the
-// children are made from the checkpoint. Each child has its own outcome, and the error joins
-// those of all. If the fork is atomic, it makes all children or fails without any.
+// children are made from the checkpoint. The failure of one child
+// is in its outcome, and an error means that the whole fork has failed. If the fork is atomic,
+// it makes all children or fails without any.
 func (m *Manager) Fork(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fork, replayed bool, err error) {
 	if r.Spec.Owned() {
 		return m.forkOwned(ctx, r)

@@ -106,7 +106,7 @@ func TestDeleteForkBeingMade(t *testing.T) {
 	})
 }
 
-// wantNoFork checks that nothing is left of the fork "try" of the only sandbox.
+// wantNoFork checks that the fork "try" of the only sandbox has left no trace.
 func wantNoFork(t *testing.T, m *Manager, h *nodetest.Host) {
 	t.Helper()
 	if _, err := m.ForkOf(t.Context(), key("try")); !sandbox.HasCode(err, sandbox.CodeNotFound) {

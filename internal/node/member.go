@@ -78,7 +78,7 @@ func (b *member) now() sandbox.Sandbox {
 	return s
 }
 
-// latest returns the record as it was written last. Nobody may change it.
+// latest returns the record as it was written last. It must not be changed.
 func (b *member) latest() *sandbox.Sandbox {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -207,7 +207,7 @@ func TestBrim(t *testing.T) {
 		must(t, second(m.Hibernate(ctx, key("c"))))
 		checkpoint(t, m, "old", "b")
 		filler := fillUntil(t, m, 0)
-		// Folders of machines need room, too: those that are there are renamed by nobody.
+		// Folders of machines need room, too, and existing ones are never renamed.
 		metadata := map[string]string{"text": strings.Repeat("x", 3000)}
 		var err error
 		for i := 0; err == nil && i < 2000; i++ {

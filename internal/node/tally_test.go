@@ -171,8 +171,8 @@ func TestPoolOrTemplate(t *testing.T) {
 		for range 20 {
 			must(t, second(m.ApplyTemplate(t.Context(), key("t"), sandbox.TemplateSpec{Image: "t", MilliCPUs: 1000, Memory: 64 * mib})))
 			synctest.Wait()
-			// Both would be in one transaction of the journal: the second one gets there, or
-			// waits for its turn, while nobody can write.
+			// Both would be in one transaction of the journal: while writes are blocked, the
+			// second call reaches the journal, or waits for its turn.
 			release := holdJournal(t, m)
 			var applied, deleted error
 			var both sync.WaitGroup

@@ -51,8 +51,8 @@ func (m *Manager) keep(dirs ...string) error {
 	return m.cfg.Engine.Keep(found[machinesDir], found[snapshotsDir])
 }
 
-// keepPrograms makes the engine delete the programs of other versions of AgentRun by which
-// nothing here was made.
+// keepPrograms makes the engine delete the programs of other versions of AgentRun, unless a
+// machine or a snapshot of this node was made by them.
 func (m *Manager) keepPrograms() {
 	err := engine.KeepPrograms(m.cfg.Engine, func() (all []string, err error) {
 		for _, pattern := range []string{
