@@ -8,29 +8,31 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// admission counts the memory that machines may use and what is stored of
-// sandboxes, of all and of each namespace. docs/design/memory.md has the rules.
+// admission counts the memory that machines may use and the bytes that
+// sandboxes store, in total and for each namespace. docs/design/memory.md has
+// the rules.
 type admission struct {
 	capacity uint64
-	// changed is told that memory was taken or given back. It does not wait.
+	// changed is told that memory was taken or given back. It must not wait.
 	changed func()
-	// drop frees what nobody holds any more. That takes time, so it is called without
-	// the mutex; whoever wants to hold the same again waits for left.
+	// drop frees memory that no machine holds any more. That takes time, so it is
+	// called without the mutex. A caller that wants to hold the same again waits for
+	// left.
 	drop func(ids []string)
 	left *sync.Cond // mu is its lock
 
 	mu      sync.Mutex // protects all following fields
 	leaving map[string]bool
 	used    uint64
-	spaces  map[sandbox.Namespace]uint64 // memory that each uses, without those that use none
-	held    map[holding]int              // how many machines of a namespace hold something
-	users   map[string]int               // how many namespaces hold it
+	spaces  map[sandbox.Namespace]uint64 // memory that each uses; namespaces that use no memory are left out
+	held    map[holding]int              // how many machines of a namespace hold an id
+	users   map[string]int               // how many namespaces hold an id
 	stored  map[sandbox.Namespace]uint64 // bytes on disk, likewise
-	shares  map[holding]int              // how much that is stored of a namespace shares something
+	shares  map[holding]int              // how many stored items of a namespace share an id
 	quotas  map[sandbox.Namespace]sandbox.Quota
 }
 
-// holding is something that a namespace is charged for once.
+// holding is a piece of shared data that a namespace is charged for once.
 type holding struct {
 	namespace sandbox.Namespace
 	id        string
@@ -46,8 +48,8 @@ func newAdmission(capacity uint64, drop func(ids []string)) *admission {
 	return a
 }
 
-// reserve takes bytes for a namespace, and what the machine holds beside them, or
-// refuses. What the namespace holds already costs nothing more.
+// reserve takes bytes for a namespace, and the shared memory that the machine
+// holds, or refuses both. Shared memory that the namespace already holds is free.
 func (a *admission) reserve(n sandbox.Namespace, bytes uint64, held ...sandbox.Held) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -67,14 +69,14 @@ func (a *admission) reserve(n sandbox.Namespace, bytes uint64, held ...sandbox.H
 	return nil
 }
 
-// await waits until nothing of a list is being freed. It is called with the mutex.
+// await waits until no item of a list is being freed. The caller holds the mutex.
 func (a *admission) await(held []sandbox.Held) {
 	for slices.ContainsFunc(held, func(h sandbox.Held) bool { return a.leaving[h.ID] }) {
 		a.left.Wait()
 	}
 }
 
-// missing is what a namespace would hold in addition.
+// missing is the size of the items that a namespace would hold in addition.
 func (a *admission) missing(n sandbox.Namespace, held []sandbox.Held) (bytes uint64) {
 	for _, h := range held {
 		if a.held[holding{n, h.ID}] == 0 {
@@ -84,7 +86,7 @@ func (a *admission) missing(n sandbox.Namespace, held []sandbox.Held) (bytes uin
 	return bytes
 }
 
-// take reserves without asking: what runs already uses its memory.
+// take reserves without a check: a machine that already runs uses its memory.
 func (a *admission) take(n sandbox.Namespace, bytes uint64, held ...sandbox.Held) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -105,7 +107,8 @@ func (a *admission) add(n sandbox.Namespace, bytes uint64, held []sandbox.Held) 
 	a.changed()
 }
 
-// release gives back what was taken. What nobody holds any more is freed first.
+// release gives memory back. Items that no namespace holds any more are freed
+// first.
 func (a *admission) release(n sandbox.Namespace, bytes uint64, held ...sandbox.Held) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -145,8 +148,9 @@ func (a *admission) reserved() uint64 {
 	return a.used
 }
 
-// store counts bytes on disk, and what they share with others of the namespace once, or
-// refuses them. With none it says whether any would be refused.
+// store counts bytes on disk, or refuses them. Bytes that are shared with other stored
+// data of the namespace count once. Called without bytes, it says whether any bytes
+// would be refused.
 func (a *admission) store(n sandbox.Namespace, bytes uint64, shared ...sandbox.Held) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -178,14 +182,14 @@ func (a *admission) addStored(n sandbox.Namespace, bytes uint64, shared []sandbo
 	a.stored[n] += bytes
 }
 
-// keep counts bytes that are there.
+// keep counts bytes that are on disk already.
 func (a *admission) keep(n sandbox.Namespace, bytes uint64, shared ...sandbox.Held) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.addStored(n, bytes, shared)
 }
 
-// discard counts bytes that are there no longer.
+// discard takes back the count of bytes that have left the disk.
 func (a *admission) discard(n sandbox.Namespace, bytes uint64, shared ...sandbox.Held) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -201,7 +205,7 @@ func (a *admission) discard(n sandbox.Namespace, bytes uint64, shared ...sandbox
 	}
 }
 
-// isShared reports whether something that a namespace stores shares what has an id.
+// isShared reports whether stored data of a namespace shares the item of an id.
 func (a *admission) isShared(n sandbox.Namespace, id string) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -209,7 +213,8 @@ func (a *admission) isShared(n sandbox.Namespace, id string) bool {
 	return shared
 }
 
-// quota is that of a namespace, with the memory and the storage that it uses.
+// quota returns the quota of a namespace, with the memory and the storage that
+// it uses.
 func (a *admission) quota(n sandbox.Namespace) sandbox.QuotaUse {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -12,24 +12,24 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// A daemon that starts serves at once. The sandboxes that an earlier one has started
-// have their names and their memory from the journal on; their machines are taken over
-// in the background. One whose machine does not answer is Unresponsive until it does:
-// it can be looked at and ended, and what needs its machine is refused.
+// A daemon serves as soon as it starts. The sandboxes of an earlier daemon keep their
+// names and their memory from the journal. Their machines are taken over in the
+// background. Until its machine answers, a sandbox is Unresponsive: it can be looked
+// at and ended, but calls that need its machine are refused.
 const (
-	// adoptions is how many machines are taken over at once, half of them of one
-	// namespace at most. Each of them mostly waits.
+	// adoptions is how many machines are taken over at once, at most half of
+	// them of one namespace. An adoption mostly waits.
 	adoptions = 64
-	// adoptPatience is how long a machine may take for it.
+	// adoptPatience bounds the time of one attempt.
 	adoptPatience = 30 * time.Second
-	// adoptAgain is how long the daemon waits until it tries again, at first, and
-	// adoptSeldom at most.
+	// adoptAgain is the first pause before another attempt, and adoptSeldom the
+	// longest.
 	adoptAgain  = time.Second
 	adoptSeldom = time.Minute
 )
 
 // register makes a sandbox of an earlier daemon known, before the first claim is
-// admitted. It is the adopter's turn, if the sandbox has a machine.
+// admitted. If the sandbox has a machine, its turn is held for its adoption.
 func (m *Manager) register(s sandbox.Sandbox) {
 	b := m.newMember(s)
 	m.mu.Lock()
@@ -43,8 +43,8 @@ func (m *Manager) register(s sandbox.Sandbox) {
 	<-b.turn
 }
 
-// checkEngine refuses to start where another engine has sandboxes that run: this one would
-// find none of their machines, and take them for lost.
+// checkEngine refuses to start if another engine has running sandboxes: this engine would
+// not find their machines, and would take them for lost.
 func (m *Manager) checkEngine() error {
 	others, engine := 0, ""
 	err := m.db.View(func(tx *journal.Tx) error {
@@ -63,7 +63,7 @@ func (m *Manager) checkEngine() error {
 		Try("Start the daemon with `--engine` as it was; for another engine hibernate or end them first")
 }
 
-// adoptAll takes over the machines of all sandboxes that are registered.
+// adoptAll takes over the machines of all registered sandboxes.
 func (m *Manager) adoptAll() {
 	waiting := slices.DeleteFunc(m.members(), func(b *member) bool {
 		s := b.now()
@@ -75,9 +75,9 @@ func (m *Manager) adoptAll() {
 		b.mu.Unlock()
 		return true
 	})
-	var first sync.WaitGroup // attempts
+	var first sync.WaitGroup // the first attempts
 	for _, b := range waiting {
-		// Before anything else: a kill that comes now must find it.
+		// This comes first, so that a kill that comes now finds it.
 		ctx, done := b.untilKilled(m.ctx)
 		b.mu.Lock()
 		b.arm()
@@ -93,23 +93,23 @@ func (m *Manager) adoptAll() {
 		if m.cfg.Network == nil {
 			return
 		}
-		// Those that were not taken over by now are joined anew when they are.
+		// A machine that was not taken over by now is joined again when it is.
 		if err := m.cfg.Network.Keep(m.ctx); err != nil && m.ctx.Err() == nil {
 			m.cfg.Log.Error("forget the networks of machines that are gone", "error", err)
 		}
 	})
 }
 
-// adopt takes the sandbox's machine over, however often it has to try. It begins with
-// the sandbox's turn, and gives it back between attempts. ctx and done are those of the
-// first turn; tried is called after the first attempt.
+// adopt takes over the sandbox's machine, and tries as often as necessary. It begins
+// with the sandbox's turn, and gives it back between attempts. ctx and done belong to
+// the first turn; tried is called after the first attempt.
 func (b *member) adopt(ctx context.Context, done func(), tried func()) {
 	m := b.manager
 	defer tried()
-	var sb engine.Sandbox // adopted, and not attached
+	var sb engine.Sandbox // adopted, but not attached
 	defer func() {
 		if sb != nil {
-			_ = sb.Detach() // it was killed, or is the next daemon's
+			_ = sb.Detach() // the sandbox was killed, or the next daemon adopts it
 		}
 	}()
 	for pause := adoptAgain; ; pause = min(2*pause, adoptSeldom) {
@@ -140,8 +140,9 @@ func (b *member) adopt(ctx context.Context, done func(), tried func()) {
 	}
 }
 
-// tryToAdopt is one attempt, with what the last one has left. It returns what the next
-// one goes on with, unless there is to be none.
+// tryToAdopt is one attempt. sb is the machine that an earlier attempt has adopted but
+// not attached, if any. It returns that machine for the next attempt. finished says
+// that no further attempt is needed.
 func (b *member) tryToAdopt(ctx context.Context, sb engine.Sandbox) (_ engine.Sandbox, finished bool) {
 	m, s := b.manager, b.now()
 	release, err := m.adoptTurns.take(ctx, s.Namespace)
@@ -155,7 +156,7 @@ func (b *member) tryToAdopt(ctx context.Context, sb engine.Sandbox) (_ engine.Sa
 		sb, err = m.cfg.Engine.Adopt(attempt, m.machineDir(s.Machine))
 	}
 	if err == nil && s.State == sandbox.Running {
-		// Whoever was to pause or capture it may have been cut off.
+		// A pause or a capture may have been interrupted by the daemon's end.
 		err = sb.Resume(attempt)
 	}
 	switch {
@@ -165,7 +166,7 @@ func (b *member) tryToAdopt(ctx context.Context, sb engine.Sandbox) (_ engine.Sa
 		}
 		b.tellSilence()
 		return nil, true
-	case ctx.Err() != nil: // killed, or the daemon ends
+	case ctx.Err() != nil: // the sandbox was killed, or the daemon ends
 		return sb, true
 	case errors.Is(err, engine.ErrEnded):
 		m.cfg.Log.Warn("a sandbox is gone", "sandbox", s.ID, "error", err)
@@ -185,8 +186,8 @@ func (b *member) tryToAdopt(ctx context.Context, sb engine.Sandbox) (_ engine.Sa
 	return sb, false
 }
 
-// tellSilence writes why the sandbox's machine does not answer, or that it does again, for
-// those who watch. The caller has the turn.
+// tellSilence writes to the journal, for watchers, why the sandbox's machine does not
+// answer, or that it answers again. The caller has the turn.
 func (b *member) tellSilence() {
 	if b.now().Unresponsive == b.latest().Unresponsive {
 		return
@@ -199,8 +200,8 @@ func (b *member) tellSilence() {
 // errSilent says that a machine has not answered in time.
 var errSilent = errors.New("it has not answered within " + adoptPatience.String())
 
-// answers refuses what needs the machine of a sandbox that has not got it. The caller
-// has the turn.
+// answers refuses a call that needs the machine of a sandbox, while the machine is
+// not attached. The caller has the turn.
 func (b *member) answers() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()

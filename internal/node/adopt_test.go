@@ -35,8 +35,8 @@ func restarted(t *testing.T, life sandbox.Lifetime, refuse error, test func(t *t
 	})
 }
 
-// TestStartWaitsForNobody: a machine that does not answer keeps nobody from the others.
-// Its sandbox has its name and its memory, says why it is of no use, and can be ended.
+// TestStartWaitsForNobody: a machine that does not answer does not delay others. Its
+// sandbox has its name and its memory, says why it cannot be used, and can be ended.
 func TestStartWaitsForNobody(t *testing.T) {
 	for name, refuse := range map[string]error{"hangs": nodetest.ErrHangs, "fails": errors.New("another build")} {
 		t.Run(name, func(t *testing.T) {
@@ -242,7 +242,7 @@ func TestClaimAtOnce(t *testing.T) {
 }
 
 // TestOtherEngine: a daemon with another engine does not take running sandboxes for lost: it
-// does not start. What is hibernated keeps it from nothing.
+// does not start. Hibernated sandboxes do not prevent it from starting.
 func TestOtherEngine(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h, dir := nodetest.NewHost(t), t.TempDir()

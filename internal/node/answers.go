@@ -12,8 +12,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// keptAnswer is what a request that worked was answered with. It is written in the same
-// transaction as what the request made: either both are there, or neither.
+// keptAnswer is the answer to a request that succeeded. The transaction that writes the
+// request's object also writes the answer, so the journal has both or neither.
 type keptAnswer struct {
 	Body    string           `json:"body"`
 	Time    time.Time        `json:"time"`
@@ -23,29 +23,30 @@ type keptAnswer struct {
 	Checkpoint *sandbox.CheckpointSize `json:"checkpoint,omitempty"`
 }
 
-// The collection has the name under which journals already have it.
+// The collection's name is the one that existing journals have.
 var answers = journal.Collection[keptAnswer]("outcomes")
 
-// answersByTime has the keys of answers, the oldest first, each with its key in
-// answersBySpace behind a space.
+// answersByTime has the keys of answers, the oldest first. A space and the
+// answer's key in answersBySpace follow each.
 var answersByTime = journal.Collection[string]("outcomes-by-time")
 
-// answersBySpace has the answers of each namespace as they were made. They are forgotten in
-// that order, so that the first and the last say how many there are.
+// answersBySpace has the answers of each namespace in the order in which they were made.
+// They are forgotten in that order, so the first and the last tell how many there are.
 var answersBySpace = journal.Collection[answerPlace]("outcomes-by-namespace")
 
-// answerPlace is one of them.
+// answerPlace is one entry of answersBySpace.
 type answerPlace struct {
 	Key   string    `json:"key"`
 	Time  time.Time `json:"time"`
 	Bytes int       `json:"bytes"`
-	// Total is how many bytes this one and all before have.
+	// Total is the number of bytes of this answer and all earlier ones.
 	Total int64 `json:"total"`
 }
 
-// An answer is kept for keepAnswers, unless its namespace has made so many answers or bytes of
-// them since. Each new one forgets at most forgetStep of those that are older, and
-// surplusStep of those that are too many: one large answer is as many bytes as many small.
+// An answer is kept for keepAnswers, unless its namespace has made keptPerSpace answers or
+// keptSpaceBytes of them since. Each new answer forgets at most forgetStep of the expired
+// ones, and at most surplusStep of the surplus ones: one large answer can displace many small
+// ones.
 const (
 	keepAnswers    = 24 * time.Hour
 	keptPerSpace   = 10_000
@@ -53,12 +54,12 @@ const (
 	surplusStep    = 256
 )
 
-// The object in the answer to each kind of request.
+// Each returns the object in the answer to one kind of request.
 func sandboxIn(a *keptAnswer) **sandbox.Sandbox           { return &a.Sandbox }
 func forkIn(a *keptAnswer) **sandbox.Fork                 { return &a.Fork }
 func checkpointIn(a *keptAnswer) **sandbox.CheckpointSize { return &a.Checkpoint }
 
-// namespace is that of the object in the answer.
+// namespace is the namespace of the object in the answer.
 func (a keptAnswer) namespace() sandbox.Namespace {
 	switch {
 	case a.Sandbox != nil:
@@ -69,8 +70,7 @@ func (a keptAnswer) namespace() sandbox.Namespace {
 	return a.Checkpoint.Namespace
 }
 
-// keepAnswer keeps the answer to a request, and forgets some of those that are old or too
-// many.
+// keepAnswer keeps the answer to a request, and forgets some expired and surplus ones.
 func keepAnswer(tx *journal.Tx, once sandbox.Once, a keptAnswer) error {
 	a.Body, a.Time = once.Body, time.Now().UTC()
 	body, err := json.Marshal(a)
@@ -94,14 +94,14 @@ func keepAnswer(tx *journal.Tx, once sandbox.Once, a keptAnswer) error {
 		forgetSurplus(tx, space, place, next.Total))
 }
 
-// placeNumber is the number in a key of answersBySpace; there is none in an empty one.
+// placeNumber is the number in a key of answersBySpace. For an empty key it is 0.
 func placeNumber(place string) uint64 {
 	_, number, _ := strings.Cut(place, "/")
 	n, _ := strconv.ParseUint(number, 10, 64)
 	return n
 }
 
-// forgetOldAnswers forgets some of those from before a time.
+// forgetOldAnswers forgets some answers from before a time.
 func forgetOldAnswers(tx *journal.Tx, before time.Time) error {
 	for range forgetStep {
 		at, named, found, err := answersByTime.First(tx, "")
@@ -116,7 +116,8 @@ func forgetOldAnswers(tx *journal.Tx, before time.Time) error {
 	return nil
 }
 
-// forgetSurplus forgets some of the first answers of a namespace whose last one is given.
+// forgetSurplus forgets some of the first answers of a namespace. last is the key of its
+// last one.
 func forgetSurplus(tx *journal.Tx, space, last string, total int64) error {
 	for range surplusStep {
 		place, first, found, err := answersBySpace.First(tx, space)
@@ -133,8 +134,8 @@ func forgetSurplus(tx *journal.Tx, space, last string, total int64) error {
 	return nil
 }
 
-// forgetAnswer forgets the answer that was given at a time. A later one under the same key
-// may have taken its place. An answer of an older daemon has no place.
+// forgetAnswer forgets the answer of a time. A later answer under the same key may have
+// taken its place. An answer of an older daemon has no place.
 func forgetAnswer(tx *journal.Tx, at, key, place string) error {
 	a, found, err := answers.Get(tx, key)
 	if err = errors.Join(err, answersByTime.Delete(tx, at)); err == nil && found && journal.TimeKey(a.Time, key) == at {

@@ -17,26 +17,27 @@ import (
 	"agentrun.dev/internal/storage/seal"
 )
 
-// authorityStore holds the CAs of namespaces in memory, and sealed in a folder for the
-// next daemon: one file each, named by the namespace.
+// authorityStore holds the CAs of namespaces in memory. For the next daemon it also
+// keeps them sealed in a folder: one file each, named by the namespace.
 type authorityStore struct {
 	sealedFolder
 
-	turns keyTurns // of those who make the CA of a namespace, and its file
+	turns keyTurns // held while the CA of a namespace, and its file, are made
 
 	mu  sync.Mutex // protects all
 	all map[sandbox.Namespace]namespaceCA
 }
 
-// namespaceCA is a CA with when it became that of its namespace.
+// namespaceCA is a CA and the time when its namespace got it.
 type namespaceCA struct {
 	*authority.Authority
 	created time.Time
 }
 
-// authorityRecord is what is sealed.
+// authorityRecord is the content of a sealed file.
 type authorityRecord struct {
-	// Namespace is in the file too: it cannot pass for another one.
+	// Namespace is also inside the file, so that the file cannot be used for
+	// another namespace.
 	Namespace   sandbox.Namespace `json:"namespace"`
 	Created     time.Time         `json:"created"`
 	Certificate []byte            `json:"certificate"`
@@ -50,8 +51,8 @@ func (c namespaceCA) public(n sandbox.Namespace) sandbox.NamespaceCA {
 	}
 }
 
-// openAuthorities reads the CAs that an earlier daemon has sealed. The key was checked by
-// openSecrets.
+// openAuthorities reads the CAs that an earlier daemon has sealed. openSecrets has
+// already checked the key.
 func openAuthorities(dir string, key *seal.Key) (*authorityStore, error) {
 	s := &authorityStore{sealedFolder: sealedFolder{dir, key}, all: map[sandbox.Namespace]namespaceCA{}}
 	entries, err := os.ReadDir(dir)
@@ -62,7 +63,7 @@ func openAuthorities(dir string, key *seal.Key) (*authorityStore, error) {
 		return nil, fmt.Errorf("open the CAs of namespaces: %w", err)
 	}
 	for _, e := range entries {
-		if strings.HasPrefix(e.Name(), tempSecret) { // whoever wrote it was killed
+		if strings.HasPrefix(e.Name(), tempSecret) { // left by a writer that was killed
 			err = os.Remove(filepath.Join(dir, e.Name()))
 		} else {
 			err = s.load(e.Name())
@@ -80,7 +81,7 @@ func (s *authorityStore) load(name string) error {
 		return err
 	}
 	var r authorityRecord
-	if json.Unmarshal(b, &r) != nil { // the error may have a part of the key in it
+	if json.Unmarshal(b, &r) != nil { // the error may contain a part of the key
 		return errors.New("it is damaged")
 	}
 	if string(r.Namespace) != name {
@@ -94,7 +95,7 @@ func (s *authorityStore) load(name string) error {
 	return nil
 }
 
-// get is the CA of a namespace, if it has one.
+// get returns the CA of a namespace, if it has one.
 func (s *authorityStore) get(n sandbox.Namespace) (namespaceCA, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -102,13 +103,13 @@ func (s *authorityStore) get(n sandbox.Namespace) (namespaceCA, bool) {
 	return ca, ok
 }
 
-// ensure is the CA of a namespace, which is made if it is missing.
+// ensure returns the CA of a namespace, and makes it if necessary.
 func (s *authorityStore) ensure(n sandbox.Namespace) (namespaceCA, error) {
 	if ca, ok := s.get(n); ok {
 		return ca, nil
 	}
 	defer s.turns.lock(sandbox.Key{Namespace: n})()
-	if ca, ok := s.get(n); ok { // somebody else was faster
+	if ca, ok := s.get(n); ok { // another call was faster
 		return ca, nil
 	}
 	return s.make(n, sandbox.CASpec{})

@@ -16,7 +16,8 @@ type buildKey struct {
 	Template sandbox.Key
 	Revision string
 	Stage    sandbox.Stage
-	// Outdated is the snapshot of a build whose place is another's; empty otherwise.
+	// Outdated is the snapshot of an outdated build, whose plain key belongs to the
+	// build that replaces it; empty otherwise.
 	Outdated sandbox.ID
 }
 
@@ -36,9 +37,9 @@ func keyOf(b sandbox.Build) buildKey {
 	return k
 }
 
-// ApplyTemplate makes a template or changes it, for an owner if one is given. Pools of it follow; sandboxes
-// that were claimed stay as they are. A template that has not changed and whose
-// build failed is built again.
+// ApplyTemplate makes a template or changes it, for an owner if one is given. Its pools follow
+// the change; claimed sandboxes stay unchanged. If the template has not changed but its build
+// has failed, it is built again.
 func (m *Manager) ApplyTemplate(ctx context.Context, k sandbox.Key, spec sandbox.TemplateSpec, owner ...sandbox.UID) (sandbox.Template, error) {
 	if err := errors.Join(m.beginMaking(), sandbox.MayGive(ctx, oneOwner(owner))); err != nil {
 		return sandbox.Template{}, err
@@ -65,8 +66,8 @@ func (m *Manager) ApplyTemplate(ctx context.Context, k sandbox.Key, spec sandbox
 	return t, nil
 }
 
-// writeTemplate makes a template or changes it, and sees to it that its revision is built; with
-// order, that it is fetched, if it is neither there nor being built. The caller has the turn of
+// writeTemplate makes a template or changes it, and has its revision built. With order the
+// revision is fetched instead, unless it is ready or being built. The caller has the turn of
 // the template.
 func (m *Manager) writeTemplate(ctx context.Context, t *sandbox.Template, owner sandbox.UID, stage sandbox.Stage, order *sandbox.Build) error {
 	leave, err := m.admitTemplate(*t, stage)
@@ -116,12 +117,13 @@ func (m *Manager) writeTemplate(ctx context.Context, t *sandbox.Template, owner 
 	return nil
 }
 
-// lookups is how many registries are asked at once which image a name leads to. Each is chosen by
-// a tenant, and may answer with as much as the node takes into memory, as late as it waits.
+// lookups is how many registries are asked at once for the image of a name. Tenants choose the
+// registries. Each of them may send as much as the node accepts into memory, and as late as the
+// node waits.
 const lookups = 8
 
-// imageOf is the digest of the image of a template that is applied. A spec that has not changed
-// keeps it, so that it has the same revision again, unless it has failed.
+// imageOf returns the digest of the image of a template that is applied. An unchanged spec
+// keeps its image, and so its revision, unless its build has failed.
 func (m *Manager) imageOf(ctx context.Context, k sandbox.Key, spec sandbox.TemplateSpec) (string, error) {
 	r, ok := m.cfg.Builder.(ImageResolver)
 	if !ok {
@@ -138,7 +140,8 @@ func (m *Manager) imageOf(ctx context.Context, k sandbox.Key, spec sandbox.Templ
 	if err != nil {
 		return "", err
 	}
-	// Of one without a digest only a build that works is kept: an earlier program has made it.
+	// An earlier version wrote templates without a digest. Such a template keeps only a build
+	// that works.
 	keep := built.Phase != sandbox.PhaseFailed && (old.Image != "" || built.Phase == sandbox.PhaseReady)
 	if old.Revision != "" && old.Spec.Digest() == spec.Digest() && keep {
 		return old.Image, nil
@@ -149,8 +152,8 @@ func (m *Manager) imageOf(ctx context.Context, k sandbox.Key, spec sandbox.Templ
 	}), nil
 }
 
-// admitTemplate refuses a template that is to be built where there is no room for another
-// build. leave is called when it is being built.
+// admitTemplate refuses a template that needs a build if there is no room for another
+// build. The caller calls leave when the build has started.
 func (m *Manager) admitTemplate(t sandbox.Template, stage sandbox.Stage) (leave func(), err error) {
 	k := buildKey{Template: t.Key, Revision: t.Revision, Stage: stage}
 	b, err := m.build(k)
@@ -159,7 +162,7 @@ func (m *Manager) admitTemplate(t sandbox.Template, stage sandbox.Stage) (leave 
 		return func() {}, nil
 	case err != nil && !sandbox.HasCode(err, sandbox.CodeNotFound):
 		return nil, err
-	case err != nil: // what has failed before is told by the build why it fails again
+	case err != nil: // the build reports an earlier failure itself, when it fails again
 		if err := errors.Join(m.room.admit(), m.capacity.store(t.Namespace, 0)); err != nil {
 			return nil, err
 		}
@@ -167,7 +170,7 @@ func (m *Manager) admitTemplate(t sandbox.Template, stage sandbox.Stage) (leave 
 	return m.admitBuild(k)
 }
 
-// dropBuilds takes some builds of a template out of the journal.
+// dropBuilds removes some builds of a template from the journal.
 func dropBuilds(tx *journal.Tx, k sandbox.Key, unwanted func(sandbox.Build) bool) (dropped []sandbox.Build, err error) {
 	err = builds.Each(tx, k.String()+"/", func(_ string, b sandbox.Build) error {
 		if unwanted(b) {
@@ -181,17 +184,17 @@ func dropBuilds(tx *journal.Tx, k sandbox.Key, unwanted func(sandbox.Build) bool
 	return dropped, err
 }
 
-// endDropped ends builds that are not in the journal any more, and removes their logs. The
-// caller has the turn of their template.
+// endDropped ends builds that have left the journal, and removes their logs. The caller
+// has the turn of their template.
 func (m *Manager) endDropped(dropped []sandbox.Build) (ended []*build, err error) {
 	m.mu.Lock()
 	for _, b := range dropped {
 		if run := m.builds[keyOf(b)]; run != nil {
 			run.cancel()
-			delete(m.builds, keyOf(b)) // another of the same key can be started at once
+			delete(m.builds, keyOf(b)) // another build of the same key can be started at once
 			ended = append(ended, run)
 		}
-		if b.Fetch != nil && !m.closed { // one that has not begun yet never removes it
+		if b.Fetch != nil && !m.closed { // a fetch that has not begun never removes its order itself
 			m.work.Go(func() { m.dropOrder(b) })
 		}
 	}
@@ -203,8 +206,8 @@ func (m *Manager) endDropped(dropped []sandbox.Build) (ended []*build, err error
 	return ended, err
 }
 
-// ensureBuild sees to it that a template's revision is built, or refuses to: where the
-// namespace has enough builds, and k has no place.
+// ensureBuild has a template's revision built. It refuses if the namespace has enough
+// builds and k has no place.
 func (m *Manager) ensureBuild(t sandbox.Template, stage sandbox.Stage) error {
 	k := buildKey{Template: t.Key, Revision: t.Revision, Stage: stage}
 	if b, err := m.build(k); err == nil && b.Over() {
@@ -222,7 +225,8 @@ func (m *Manager) ensureBuild(t sandbox.Template, stage sandbox.Stage) error {
 	return nil
 }
 
-// recoverBuilds goes on with what an earlier daemon was building, or was to build.
+// recoverBuilds goes on with the builds that an earlier daemon had started or
+// planned.
 func (m *Manager) recoverBuilds() error {
 	type wanted struct {
 		sandbox.Template
@@ -241,7 +245,8 @@ func (m *Manager) recoverBuilds() error {
 		})
 	})
 	for _, w := range all {
-		// They were admitted once, and are not refused because there are many by now.
+		// They were admitted once, so they are not refused even if there are many
+		// now.
 		m.mu.Lock()
 		leave := m.holdPlace(buildKey{Template: w.Key, Revision: w.Revision, Stage: w.stage})
 		m.mu.Unlock()
@@ -251,7 +256,7 @@ func (m *Manager) recoverBuilds() error {
 	return err
 }
 
-// build reads a build from the journal, to be shown or to see how far it is.
+// build reads a build from the journal, to show it or its progress.
 func (m *Manager) build(k buildKey) (b sandbox.Build, err error) {
 	err = m.db.View(func(tx *journal.Tx) error {
 		var found bool
@@ -270,12 +275,13 @@ func (m *Manager) build(k buildKey) (b sandbox.Build, err error) {
 	return b, err
 }
 
-// machineMemory is what a machine of a template reserves.
+// machineMemory is the memory that a machine of a template reserves.
 func (m *Manager) machineMemory(spec sandbox.TemplateSpec) uint64 {
 	return m.cfg.Engine.Reserve(spec.Memory, spec.Disk)
 }
 
-// reserve takes memory for a machine of a namespace, and for what it holds.
+// reserve takes memory for a machine of a namespace, and for the shared memory
+// that the machine holds.
 func (m *Manager) reserve(n sandbox.Namespace, bytes uint64, held ...sandbox.Held) error {
 	err := m.capacity.reserve(n, bytes, held...)
 	if err != nil {
@@ -284,7 +290,7 @@ func (m *Manager) reserve(n sandbox.Namespace, bytes uint64, held ...sandbox.Hel
 	return err
 }
 
-// collectBuilds deletes builds that nobody will fork any more.
+// collectBuilds deletes builds that will not be forked any more.
 func (m *Manager) collectBuilds() error {
 	used := m.usedBuilds()
 	unused := func(tx *journal.Tx, b sandbox.Build) (bool, error) {
@@ -308,7 +314,8 @@ func (m *Manager) collectBuilds() error {
 	err = m.db.Update(func(tx *journal.Tx) error {
 		var errs []error
 		for _, b := range some {
-			// The template may have gone back to a revision since, and have built it again.
+			// Since then the template may have gone back to this revision and have built it
+			// again.
 			now, found, err := builds.Get(tx, keyOf(b).String())
 			if found = found && now.Snapshot == b.Snapshot; err == nil && found {
 				found, err = unused(tx, now)
@@ -332,14 +339,14 @@ func (m *Manager) collectBuilds() error {
 	return errors.Join(append(errs, m.dropImages())...)
 }
 
-// collect is collectBuilds for those who have nobody to tell of an error.
+// collect is collectBuilds for callers that cannot return its error.
 func (m *Manager) collect() {
 	if err := m.collectBuilds(); err != nil && m.ctx.Err() == nil {
 		m.cfg.Log.Error("delete builds that are not needed", "error", err)
 	}
 }
 
-// usedBuilds are those under way and those that pools fork.
+// usedBuilds returns the builds under way and those that pools fork.
 func (m *Manager) usedBuilds() map[buildKey]bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()

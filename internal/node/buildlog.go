@@ -11,8 +11,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// CopyBuildLog writes the log of a template's build to w: what is there, and
-// with Follow what comes until the build has ended.
+// CopyBuildLog writes the present log of a template's build to w. With Follow
+// it continues until the build has ended.
 func (m *Manager) CopyBuildLog(ctx context.Context, r sandbox.BuildLogRequest, w io.Writer) error {
 	if err := r.Validate(); err != nil {
 		return err
@@ -47,14 +47,14 @@ func (m *Manager) CopyBuildLog(ctx context.Context, r sandbox.BuildLogRequest, w
 		select {
 		case <-grown:
 		case <-run.done:
-			ended = true // what came last is still to be read
+			ended = true // its last output still has to be read
 		case <-ctx.Done():
 			return ctx.Err()
 		}
 	}
 }
 
-// buildLog is the log of a build, and the build if it is under way.
+// buildLog returns the log of a build, and the build if it is under way.
 func (m *Manager) buildLog(ctx context.Context, k buildKey) (*buildlog.Log, *build, error) {
 	m.mu.Lock()
 	run := m.builds[k]
@@ -73,7 +73,7 @@ func (m *Manager) buildLog(ctx context.Context, k buildKey) (*buildlog.Log, *bui
 	var log *buildlog.Log
 	if err == nil {
 		log, err = buildlog.Open(m.logFile(b.Snapshot))
-		missing = errors.Is(err, fs.ErrNotExist) // it was replaced since
+		missing = errors.Is(err, fs.ErrNotExist) // it was replaced in the meantime
 	}
 	if missing && b.Phase == sandbox.PhaseFailed {
 		return nil, nil, sandbox.Errorf(sandbox.CodeNotReady, "there is no log of the build of template %s", k.Template.Name).Because("%s", b.Problem).
@@ -85,7 +85,7 @@ func (m *Manager) buildLog(ctx context.Context, k buildKey) (*buildlog.Log, *bui
 	return log, nil, err
 }
 
-// Builds are what became of a template's current revision.
+// Builds returns the builds of a template's current revision.
 func (m *Manager) Builds(ctx context.Context, t sandbox.Template) (found []sandbox.Build, err error) {
 	for _, stage := range []sandbox.Stage{sandbox.AfterReady, sandbox.AfterInit} {
 		b, err := m.build(buildKey{Template: t.Key, Revision: t.Revision, Stage: stage})

@@ -30,9 +30,9 @@ func (b *connecting) Build(ctx context.Context, req BuildRequest) (sandbox.Built
 	return built, errors.Join(err, sb.Close())
 }
 
-// TestBuildNetwork: a build, and what makes its forks ready, connects to what the template's
-// buildNetwork allows, or the node's default as it is then. What its sandboxes may connect to
-// makes no difference, and nothing stays connected.
+// TestBuildNetwork: a build, and the steps that make its forks ready, may connect as the
+// template's buildNetwork says, or as the node's default says at that time. The policy of the
+// template's sandboxes makes no difference, and no connection is left.
 func TestBuildNetwork(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n, h := newNetwork(), nodetest.NewHost(t)

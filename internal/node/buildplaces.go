@@ -2,13 +2,13 @@ package node
 
 import "agentrun.dev/internal/sandbox"
 
-// maxBuilds is how many builds of a namespace may be under way, wait for their turn or be
-// tried again. Each has a log that is open.
+// maxBuilds is how many builds of a namespace may be under way, wait for their turn or
+// wait to be tried again. Each has an open log.
 const maxBuilds = 64
 
-// buildPlaces counts the builds of each namespace that were admitted. A build has its place
-// from before its template is in the journal until its end: whoever is admitted counts for
-// the next. Several may hold the place of one build. The manager's mutex protects it.
+// buildPlaces counts the admitted builds of each namespace. A build has its place from the
+// time before its template is in the journal until its end, so it counts for the next call.
+// Several callers may hold the place of one build. The manager's mutex protects it.
 type buildPlaces struct {
 	holders map[buildKey]int
 	used    map[sandbox.Namespace]int
@@ -18,7 +18,7 @@ func newBuildPlaces() buildPlaces {
 	return buildPlaces{map[buildKey]int{}, map[sandbox.Namespace]int{}}
 }
 
-// full reports whether there is no place for one more build.
+// full reports whether a build has no place and cannot get one.
 func (p buildPlaces) full(k buildKey) bool {
 	return p.holders[k] == 0 && p.used[k.Template.Namespace] >= maxBuilds
 }
@@ -29,7 +29,7 @@ func (p buildPlaces) hold(k buildKey) {
 	}
 }
 
-// leave reports whether the place is free.
+// leave gives back a hold, and reports whether the place is free now.
 func (p buildPlaces) leave(k buildKey) (free bool) {
 	if p.holders[k]--; p.holders[k] > 0 {
 		return false
@@ -43,7 +43,7 @@ func (p buildPlaces) leave(k buildKey) (free bool) {
 }
 
 // admitBuild takes a place for a build, or refuses it. The caller gives the place back once
-// the build has one of its own, or is not begun.
+// the build has its own, or does not begin.
 func (m *Manager) admitBuild(k buildKey) (leave func(), err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -53,8 +53,8 @@ func (m *Manager) admitBuild(k buildKey) (leave func(), err error) {
 	return m.holdPlace(k), nil
 }
 
-// holdPlace takes a place for a build whether or not there is one. It is called with the
-// mutex, leave without.
+// holdPlace takes a place for a build even if all are taken. The caller holds the mutex,
+// but calls leave without it.
 func (m *Manager) holdPlace(k buildKey) (leave func()) {
 	m.places.hold(k)
 	return func() {
@@ -62,12 +62,12 @@ func (m *Manager) holdPlace(k buildKey) (leave func()) {
 		free := m.places.leave(k)
 		m.mu.Unlock()
 		if free {
-			m.noticePools() // one of them may wait for it
+			m.noticePools() // a pool may wait for the place
 		}
 	}
 }
 
-// errTooManyBuilds refuses a build of a namespace that has enough.
+// errTooManyBuilds refuses a build of a namespace whose places are all taken.
 func errTooManyBuilds(n sandbox.Namespace) error {
 	return sandbox.Errorf(sandbox.CodeCapacity, "too many templates of namespace %s wait to be built", n).
 		Because("a namespace has at most %d builds under way or waiting", maxBuilds).

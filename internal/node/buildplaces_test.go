@@ -123,8 +123,8 @@ func TestPoolWaitsForABuild(t *testing.T) {
 	})
 }
 
-// TestRecoveredBuildsAreNotRefused: a daemon goes on with what the one before was building,
-// however many they are.
+// TestRecoveredBuildsAreNotRefused: a daemon goes on with any number of builds of the one
+// before.
 func TestRecoveredBuildsAreNotRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)

@@ -13,23 +13,23 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// A build that has failed for want of capacity, or because somebody else was the cause, is
-// tried again.
+// A build that has failed for lack of capacity, or for a reason outside of its template,
+// is tried again.
 const (
-	// retryFirst is after how long it is, at first, and retrySeldom at most.
+	// retryFirst is the first pause before that, and retrySeldom the longest.
 	retryFirst  = time.Second
 	retrySeldom = time.Minute
 	// maxInterruptions is how often in a row a build may be interrupted, other than by
-	// the daemon's end, until it has failed: a template that ends its machine each time
+	// the daemon's end, until it has failed. So a template that always ends its machine
 	// is not built for ever.
 	maxInterruptions = 5
 )
 
-// ErrInterrupted says that a build has failed for a reason that is not the template's: the
-// same build may work when it is tried again.
+// ErrInterrupted says that a build has failed for a reason outside of its template: the
+// same build may succeed when it is tried again.
 var ErrInterrupted = errors.New("interrupted")
 
-// errReplaced says that a build is not wanted any more: its template was deleted, or has
+// errReplaced says that a build is no longer wanted: its template was deleted, or has
 // changed.
 var errReplaced = errors.New("the template has changed")
 
@@ -37,19 +37,19 @@ var errReplaced = errors.New("the template has changed")
 type build struct {
 	key    buildKey
 	spec   sandbox.TemplateSpec
-	image  string // its digest; empty is whichever the name leads to
+	image  string // the digest of the image; empty is whichever image the name leads to
 	cancel context.CancelFunc
 	done   chan struct{}
-	freed  chan struct{} // holds at most one notice that there may be memory
+	freed  chan struct{} // holds at most one notice that memory may be free
 	begun  chan struct{} // closed when log is set
 	log    *buildlog.Log
 
 	// Of the attempts so far:
 	interrupted int  // how many in a row were interrupted
-	short       bool // the last one has failed for want of capacity
+	short       bool // the last attempt has failed for lack of capacity
 }
 
-// startBuild is called with the mutex.
+// startBuild starts a build. The caller holds the mutex.
 func (m *Manager) startBuild(k buildKey, t sandbox.Template) {
 	ctx, cancel := context.WithCancel(m.ctx)
 	run := &build{
@@ -74,7 +74,7 @@ func (m *Manager) startBuild(k buildKey, t sandbox.Template) {
 	})
 }
 
-// notice tells a build that there may be memory.
+// notice tells a build that memory may be free.
 func (b *build) notice() {
 	select {
 	case b.freed <- struct{}{}:
@@ -82,7 +82,7 @@ func (b *build) notice() {
 	}
 }
 
-// wait waits until a build is to be tried.
+// wait waits for the next attempt of a build.
 func (b *build) wait(ctx context.Context, until time.Time) error {
 	timer := time.NewTimer(time.Until(until))
 	defer timer.Stop()
@@ -104,7 +104,7 @@ func (b *build) wait(ctx context.Context, until time.Time) error {
 	return nil
 }
 
-// runBuild sees a build to its end.
+// runBuild runs a build until its end.
 func (m *Manager) runBuild(ctx context.Context, run *build) error {
 	b, err := m.beginBuild(ctx, run)
 	if err != nil {
@@ -120,11 +120,11 @@ func (m *Manager) runBuild(ctx context.Context, run *build) error {
 	case m.ctx.Err() != nil:
 		return errors.Join(closed, m.leaveBuild(b))
 	}
-	// Whoever did not want it any more has taken it out of the journal.
+	// The build was already taken out of the journal.
 	return errors.Join(err, closed, m.removeSnapshot(m.snapshotDir(b.Snapshot)), buildlog.Remove(m.logFile(b.Snapshot)))
 }
 
-// tryUntilOver tries until it is known what becomes of a build, and writes that down.
+// tryUntilOver tries a build until it is over, and writes its outcome.
 func (m *Manager) tryUntilOver(ctx context.Context, run *build, b *sandbox.Build) error {
 	fetched := b.Fetch != nil
 	for {
@@ -158,8 +158,8 @@ func (m *Manager) tryUntilOver(ctx context.Context, run *build, b *sandbox.Build
 	}
 }
 
-// try is one attempt: to fetch, if that was ordered, or to build. Without an error the snapshot is
-// there.
+// try is one attempt: to fetch, if a fetch was ordered, or else to build. If it returns no
+// error, the snapshot is there.
 func (m *Manager) try(ctx context.Context, run *build, b *sandbox.Build) error {
 	if b.Fetch != nil {
 		return m.tryFetch(ctx, run, b)
@@ -167,8 +167,8 @@ func (m *Manager) try(ctx context.Context, run *build, b *sandbox.Build) error {
 	return m.tryBuild(ctx, run, b)
 }
 
-// insist does something that nothing but the node's disk can keep from being done, until it
-// is done.
+// insist repeats an operation until it succeeds. Only the node's disk can make the
+// operation fail.
 func (m *Manager) insist(ctx context.Context, what string, do func() error) error {
 	for pause := retryFirst; ; pause = min(2*pause, retrySeldom) {
 		err := do()
@@ -186,8 +186,8 @@ func (m *Manager) insist(ctx context.Context, what string, do func() error) erro
 	}
 }
 
-// beginBuild takes up a build, perhaps where an earlier daemon has left it: it is in the
-// journal, and has a log.
+// beginBuild begins a build, or continues one of an earlier daemon. Afterwards the build
+// is in the journal, and has a log.
 func (m *Manager) beginBuild(ctx context.Context, run *build) (b sandbox.Build, err error) {
 	id := sandbox.NewID()
 	err = m.insist(ctx, "begin a build", func() (err error) {
@@ -203,7 +203,8 @@ func (m *Manager) beginBuild(ctx context.Context, run *build) (b sandbox.Build, 
 	return b, err
 }
 
-// enlistBuild writes the intent of a build, unless there is nothing to be built.
+// enlistBuild writes the intent of a build, unless the build is no longer
+// needed.
 func (m *Manager) enlistBuild(k buildKey, id sandbox.ID) (b sandbox.Build, err error) {
 	now := time.Now().UTC()
 	err = m.db.Update(func(tx *journal.Tx) error {
@@ -231,7 +232,7 @@ func (m *Manager) enlistBuild(k buildKey, id sandbox.ID) (b sandbox.Build, err e
 	return b, err
 }
 
-// backoff is how long a build waits that was tried so often.
+// backoff is the pause after that many attempts.
 func backoff(attempts int) time.Duration {
 	pause := retryFirst
 	for ; attempts > 1 && pause < retrySeldom; attempts-- {
@@ -240,7 +241,7 @@ func backoff(attempts int) time.Duration {
 	return min(pause, retrySeldom)
 }
 
-// leaveBuild leaves a build to the next daemon, which need not wait.
+// leaveBuild leaves a build to the next daemon, which tries it at once.
 func (m *Manager) leaveBuild(b sandbox.Build) error {
 	if b.Phase != sandbox.PhaseBuilding {
 		return nil
@@ -249,7 +250,7 @@ func (m *Manager) leaveBuild(b sandbox.Build) error {
 	return m.putBuild(b)
 }
 
-// putBuild writes a build that is in the journal.
+// putBuild writes a build, if it is still in the journal.
 func (m *Manager) putBuild(b sandbox.Build) error {
 	return m.db.Update(func(tx *journal.Tx) error {
 		old, found, err := builds.Get(tx, keyOf(b).String())
@@ -263,10 +264,10 @@ func (m *Manager) putBuild(b sandbox.Build) error {
 	})
 }
 
-// endBuild writes what became of a build. If nobody could tell which image it is of when its template
-// was applied, the template has that in its revision from now on: other nodes could have built
-// another image for the same revision. A snapshot that was fetched has the revision of where it
-// was built.
+// endBuild writes the outcome of a build. If the image was unknown when the template was
+// applied, the image now becomes a part of the template's revision: other nodes could have
+// built another image for the same revision. A fetched snapshot keeps the revision of the node
+// that has built it.
 func (m *Manager) endBuild(b *sandbox.Build, fetched bool) error {
 	if _, ok := m.cfg.Builder.(ImageResolver); !ok || fetched || b.Phase != sandbox.PhaseReady || b.Stage != sandbox.AfterReady {
 		return m.putBuild(*b)
@@ -299,7 +300,8 @@ func (m *Manager) endBuild(b *sandbox.Build, fetched bool) error {
 	return err
 }
 
-// tryBuild is one attempt. Without an error the snapshot is there.
+// tryBuild is one attempt to build. If it returns no error, the snapshot is
+// there.
 func (m *Manager) tryBuild(ctx context.Context, run *build, b *sandbox.Build) (err error) {
 	namespace, memory := b.Template.Namespace, m.machineMemory(run.spec)
 	release, err := m.buildTurns.take(ctx, namespace)
@@ -319,7 +321,7 @@ func (m *Manager) tryBuild(ctx context.Context, run *build, b *sandbox.Build) (e
 	defer func() {
 		m.capacity.release(namespace, memory)
 		m.refill()
-		select { // that was its own
+		select { // that notice was its own
 		case <-run.freed:
 		default:
 		}
@@ -330,11 +332,11 @@ func (m *Manager) tryBuild(ctx context.Context, run *build, b *sandbox.Build) (e
 	}
 	m.noticePools()
 	dir := m.snapshotDir(b.Snapshot)
-	if err := m.removeSnapshot(dir); err != nil { // of a daemon that was killed
+	if err := m.removeSnapshot(dir); err != nil { // left by a daemon that was killed
 		return err
 	}
 	if b.Attempts > 1 {
-		_, _ = fmt.Fprintf(run.log, "== attempt %d\n", b.Attempts) // for people
+		_, _ = fmt.Fprintf(run.log, "== attempt %d\n", b.Attempts) // only people read the log
 	}
 	certificate, fingerprint, err := m.templateCA(namespace, run.spec)
 	if err != nil {
@@ -362,7 +364,7 @@ func (m *Manager) tryBuild(ctx context.Context, run *build, b *sandbox.Build) (e
 	return nil
 }
 
-// judge says what becomes of a build after an attempt.
+// judge decides the state of a build after an attempt.
 func (b *build) judge(of *sandbox.Build, err error) {
 	now := time.Now().UTC()
 	var hides interface{ ForAdmins() string }
@@ -383,18 +385,18 @@ func (b *build) judge(of *sandbox.Build, err error) {
 		pause := backoff(of.Attempts)
 		of.Kept, of.Pulled = 0, 0
 		of.Phase, of.Problem, of.Next = sandbox.PhasePending, err.Error(), now.Add(pause)
-		_, _ = fmt.Fprintf(b.log, "== it is tried again in %v: %v\n", pause, err) // for people
+		_, _ = fmt.Fprintf(b.log, "== it is tried again in %v: %v\n", pause, err) // only people read the log
 	default:
 		if wasInterrupted(err) {
 			err = fmt.Errorf("it was interrupted %d times in a row, the last time: %w", b.interrupted, err)
 		}
 		of.Phase, of.Problem, of.Finished, of.Fetch = sandbox.PhaseFailed, err.Error(), now, nil
-		_, _ = fmt.Fprintf(b.log, "the template is not built: %v\n", err) // for people
+		_, _ = fmt.Fprintf(b.log, "the template is not built: %v\n", err) // likewise
 	}
 }
 
-// lacksRoom reports whether an attempt has failed for want of memory, of room on the disk or
-// of something else that the host has so much of.
+// lacksRoom reports whether an attempt has failed for lack of memory, of room on the disk or
+// of another limited resource of the host.
 func lacksRoom(err error) bool {
 	for _, short := range []error{syscall.ENOSPC, syscall.EDQUOT, syscall.ENOMEM, syscall.EMFILE, syscall.ENFILE} {
 		if errors.Is(err, short) {
@@ -404,8 +406,8 @@ func lacksRoom(err error) bool {
 	return sandbox.HasCode(err, sandbox.CodeCapacity)
 }
 
-// wasInterrupted reports whether an attempt has failed because its machine has ended
-// otherwise than by what the template does, or for another reason that is not the template's.
+// wasInterrupted reports whether an attempt has failed because its machine has ended for a
+// reason outside of the template, or because of another such reason.
 func wasInterrupted(err error) bool {
 	ended := errors.Is(err, engine.ErrEnded) && !errors.Is(err, engine.ErrOutOfMemory) && !errors.Is(err, engine.ErrPoweredOff)
 	return ended || errors.Is(err, ErrInterrupted)

@@ -67,7 +67,7 @@ func (h *slowHost) close() {
 	h.closed = true
 }
 
-// open ends what goes on, and lets all that follows end by itself.
+// open ends the waiting calls, and lets later ones end at once.
 func (h *slowHost) open() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -170,7 +170,7 @@ func (s *slowSandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*eng
 	return live, nil
 }
 
-// answer is what a call that goes on has come to.
+// answer is the result of a call that was running.
 type answer struct {
 	name string
 	done chan struct{}
@@ -237,8 +237,8 @@ func burst(t *testing.T, starts, ready int, run func(*testing.T, *Manager, *slow
 	})
 }
 
-// TestBurstIsBounded: of a hundred claims at once some take what is ready, and no more
-// than a few forks are made at once for the others. All are answered.
+// TestBurstIsBounded: of a hundred claims at once some take waiting machines, and at
+// most a few forks are made at once for the others. All are answered.
 func TestBurstIsBounded(t *testing.T) {
 	const starts, ready, all = 3, 10, 100
 	burst(t, starts, ready, func(t *testing.T, m *Manager, h *slowHost) {
@@ -317,7 +317,7 @@ func TestRefillGivesWay(t *testing.T) {
 		h.want(t, "c-2")
 		h.finish(t, "c-2", nil)
 		second.want(t, true)
-		// Nobody waits: the pool goes on where it was.
+		// No claim waits, so the pool continues where it was.
 		h.finish(t, rehearsal, nil)
 		h.want(t, rehearsal)
 		third := h.claims(t.Context(), m, key("c-3"))
@@ -423,8 +423,8 @@ func TestFailedStartGivesItsTurnBack(t *testing.T) {
 	})
 }
 
-// TestCloseEndsWaitingClaims: they are told that the daemon is shutting down, and so is
-// whoever wakes a sandbox up.
+// TestCloseEndsWaitingClaims: they are told that the daemon is shutting down, and so
+// are calls that wake a sandbox up.
 func TestCloseEndsWaitingClaims(t *testing.T) {
 	burst(t, 1, 0, func(t *testing.T, m *Manager, h *slowHost) {
 		h.open()
@@ -542,9 +542,9 @@ func TestTurnsOfOthers(t *testing.T) {
 	})
 }
 
-// TestFinishNeedsNoTurn: what a template's author has each sandbox do may take long, and
-// keeps nobody else waiting: neither in a sandbox that is claimed nor in one that is
-// going to wait.
+// TestFinishNeedsNoTurn: the steps that a template's author has defined for each sandbox
+// may take long, and delay no other call: neither in a claimed sandbox nor in one that
+// will wait.
 func TestFinishNeedsNoTurn(t *testing.T) {
 	b := &slowBuilder{}
 	burst(t, 1, 0, func(t *testing.T, m *Manager, h *slowHost) {
@@ -608,7 +608,7 @@ func TestTurnEnds(t *testing.T) {
 			t.Errorf("it took %v", waited)
 		}
 		stuck.waits(t)
-		// What has ended late gives back no second turn.
+		// A late end gives back no second turn.
 		h.finish(t, "stuck", nil)
 		stuck.want(t, true)
 		third := h.claims(t.Context(), m, key("third"))

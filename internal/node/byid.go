@@ -7,8 +7,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// SandboxByID returns a sandbox that has not ended. Looking at it does not wake
-// it.
+// SandboxByID returns a sandbox that has not ended, without waking it.
 func (m *Manager) SandboxByID(_ context.Context, id sandbox.ID) (sandbox.Sandbox, error) {
 	m.mu.Lock()
 	b := m.roster.byID[id]
@@ -21,8 +20,8 @@ func (m *Manager) SandboxByID(_ context.Context, id sandbox.ID) (sandbox.Sandbox
 	return sandbox.Sandbox{}, sandbox.Errorf(sandbox.CodeNotFound, "there is no sandbox with the id %s", sandbox.Quote(string(id)))
 }
 
-// present is a sandbox as it is now, of which a request was answered before. One whose
-// record is forgotten has ended.
+// present returns the current state of a sandbox from an earlier answer. If its record
+// is forgotten, the sandbox has ended.
 func (m *Manager) present(s sandbox.Sandbox) (sandbox.Sandbox, error) {
 	m.mu.Lock()
 	b := m.roster.byID[s.ID]
@@ -41,6 +40,6 @@ func (m *Manager) present(s sandbox.Sandbox) (sandbox.Sandbox, error) {
 	return s, err
 }
 
-// Journal is where the manager keeps its objects. Others of the same daemon may
-// keep theirs there, in collections of their own, until it closes.
+// Journal is the journal of the manager's objects. Other parts of the daemon
+// may keep theirs there, in collections of their own, until it closes.
 func (m *Manager) Journal() *journal.DB { return m.db }

@@ -7,9 +7,10 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// beginCapture reserves memory for what a live fork of the sandbox captures: at
-// most all that it has. It is in the journal before the engine begins, so that a
-// daemon which comes after a crash counts it too. The caller has the turn.
+// beginCapture reserves memory for a live fork of the sandbox: at most the
+// sandbox's entire memory. The reservation is in the journal before the engine
+// begins, so that the next daemon counts it too after a crash. The caller has
+// the turn.
 func (b *member) beginCapture() (sandbox.Held, error) {
 	m, s := b.manager, b.now()
 	capture := sandbox.Held{ID: "capture-" + string(sandbox.NewID()), Bytes: s.Memory}
@@ -23,8 +24,8 @@ func (b *member) beginCapture() (sandbox.Held, error) {
 	return capture, err
 }
 
-// endCapture says what the sandbox holds of its live forks from now on, in a transaction
-// with what else belongs there. The children hold theirs already.
+// endCapture sets the memory that the sandbox holds for its live forks from now on, in a
+// transaction with further writes. The children hold theirs already.
 func (b *member) endCapture(held []sandbox.Held, also record[sandbox.Sandbox]) error {
 	m, last := b.manager, b.now()
 	m.capacity.take(last.Namespace, 0, held...)
@@ -37,8 +38,8 @@ func (b *member) endCapture(held []sandbox.Held, also record[sandbox.Sandbox]) e
 	return nil
 }
 
-// heldFor is what a fork holds of the layers of its source: the same, but for
-// those of which each machine has a copy of its own.
+// heldFor returns the layers that a fork holds: those of its source, except
+// that a fork has its own copy of the layers that each machine copies.
 func heldFor(layers []sandbox.Held, owner string) []sandbox.Held {
 	out := make([]sandbox.Held, len(layers))
 	for i, h := range layers {

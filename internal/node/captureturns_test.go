@@ -111,8 +111,8 @@ func TestTurnsOfCaptures(t *testing.T) {
 	}
 }
 
-// TestIdleWaitsForItsTurn: a sandbox that is used while it waits to hibernate runs on, and
-// one that is ended meanwhile waits for nobody.
+// TestIdleWaitsForItsTurn: a sandbox that is used while it waits to hibernate keeps
+// running. Ending it in the meantime does not wait.
 func TestIdleWaitsForItsTurn(t *testing.T) {
 	onTwoCaptures(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
 		claim(t, m, "slow", sandbox.Lifetime{})

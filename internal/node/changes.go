@@ -8,41 +8,42 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Of the changes of objects the last ones are kept in memory, so many and so many bytes of
-// objects at most. Whoever watches reads them there, at a pace of his own: a watch has a
-// number, that of the change that it has read last, and nothing else. One that is so slow
-// that the change after it is not kept any more ends as too old.
+// The latest changes of objects are kept in memory, bounded by their number and by the
+// bytes of their objects. Each watch reads them there, at its own pace. The only state of
+// a watch is the number of the change that it has read last. If the change after it is no
+// longer kept, because the watch is too slow, the watch ends as too old.
 const (
 	keepChanges     = 32 << 10
 	keepChangeBytes = 64 << 20
-	// changeCost is what a change takes beside its object, about.
+	// changeCost is about how many bytes a change takes besides its object.
 	changeCost = 256
 )
 
-// change is what became of an object.
+// change is one visible change of an object.
 type change struct {
 	version   uint64
 	kind      sandbox.Kind
 	namespace sandbox.Namespace // empty for the node
 	key       sandbox.Key
 	deleted   bool
-	// object is a sandbox.Sandbox, Fork or Checkpoint as it is; of what was deleted also
-	// a Template or Pool. The others are read when they are told of.
+	// object is the current sandbox.Sandbox, Fork or Checkpoint. For a deletion it may
+	// also be a Template or Pool. Other objects are read when a watch reports them.
 	object any
 	size   int
 }
 
-// changes are those that are kept.
+// changes are the kept changes.
 type changes struct {
 	mu  sync.Mutex // protects all following fields
 	all []change   // in the order of their versions
-	// bytes is what all takes.
+	// bytes is the size of all.
 	bytes int
-	// floor is the version after which all changes are kept, last that of the last write.
+	// floor is the version after which all changes are kept. last is the version of the
+	// last write.
 	floor, last uint64
 	// more is closed with the next write.
 	more chan struct{}
-	// keep and keepBytes bound what is kept.
+	// keep and keepBytes bound how many changes are kept, and their size.
 	keep, keepBytes int
 }
 
@@ -50,7 +51,7 @@ func newChanges(version uint64) *changes {
 	return &changes{floor: version, last: version, more: make(chan struct{}), keep: keepChanges, keepBytes: keepChangeBytes}
 }
 
-// note takes what was committed. It waits for nobody.
+// note takes a commit. It does not wait.
 func (cs *changes) note(c journal.Commit) {
 	var visible []change
 	if !c.Failed {
@@ -63,7 +64,7 @@ func (cs *changes) note(c journal.Commit) {
 	cs.mu.Lock()
 	defer cs.mu.Unlock()
 	if cs.last = c.Version; c.Failed {
-		cs.all, cs.bytes, cs.floor = nil, 0, c.Version // it may be in the journal or not
+		cs.all, cs.bytes, cs.floor = nil, 0, c.Version // it may or may not be in the journal
 	}
 	for _, v := range visible {
 		cs.all, cs.bytes = append(cs.all, v), cs.bytes+v.size
@@ -71,20 +72,21 @@ func (cs *changes) note(c journal.Commit) {
 	drop := 0
 	for drop < len(cs.all) && (len(cs.all)-drop > cs.keep || cs.bytes > cs.keepBytes) {
 		cs.floor, cs.bytes = cs.all[drop].version, cs.bytes-cs.all[drop].size
-		cs.all[drop] = change{} // its object is not kept
+		cs.all[drop] = change{} // lets its object be freed
 		drop++
 	}
-	// append moves what is left to a new array now and then, without those.
+	// So append now and then moves the rest to a new array, without the dropped
+	// ones.
 	cs.all = cs.all[drop:]
 	close(cs.more)
 	cs.more = make(chan struct{})
 }
 
-// watchStep is how many changes a watch takes at once.
+// watchStep is how many changes a watch reads at once.
 const watchStep = 256
 
-// after are the next changes after a version, and the version up to which there are no
-// others. Without any, more is closed when it is worth asking again.
+// after returns the next changes after a version, and the version up to which they are
+// complete. If there are no changes, more is closed when the caller should ask again.
 func (cs *changes) after(version uint64) (next []change, upTo uint64, more <-chan struct{}, err error) {
 	cs.mu.Lock()
 	defer cs.mu.Unlock()
@@ -115,16 +117,16 @@ func errTooOld(version, floor uint64) error {
 		Try("List the objects again, and watch from the resource version of the list")
 }
 
-// seen is what whoever watches sees of a write, if anything.
+// seen returns the change that watchers see of a write, if it is visible.
 func seen(c journal.Change) (out change, visible bool) {
 	out = change{version: c.Version, deleted: c.Object == nil, object: c.Object, size: c.Size + len(c.Before) + changeCost}
 	switch c.Collection {
 	case string(sandboxes):
-		// One that ends is written to those that have ended as well.
+		// A sandbox that ends is also written to the collection of ended ones.
 		s, ok := c.Object.(sandbox.Sandbox)
 		out.kind, out.key, visible = sandbox.KindSandbox, s.Key, ok && s.Visible()
 	case string(ended):
-		// Those that are forgotten were deleted long ago.
+		// An ended sandbox that is forgotten was reported as deleted long ago.
 		s, ok := c.Object.(sandbox.Sandbox)
 		out.kind, out.key, out.deleted, visible = sandbox.KindSandbox, s.Key, true, ok
 	case string(templates):
@@ -136,8 +138,8 @@ func seen(c journal.Change) (out change, visible bool) {
 		}
 		out.kind, out.key = sandbox.KindTemplate, t.Key
 	case string(builds):
-		// It is a part of its template. One that is deleted is of another revision than the
-		// template, or is made again.
+		// A build is reported as a part of its template. A build that is deleted has
+		// another revision than the template, or is made again.
 		b, ok := c.Object.(sandbox.Build)
 		out.kind, out.key, out.object, visible = sandbox.KindTemplate, b.Template, nil, ok
 	case string(pools):
@@ -166,7 +168,8 @@ func seen(c journal.Change) (out change, visible bool) {
 	return out, visible
 }
 
-// changed is the object of a write: as it is, or as it was before it was deleted.
+// changed returns the object of a write: the current one, or the one from before
+// a deletion.
 func changed[T any](of journal.Collection[T], c journal.Change) (object T, ok bool) {
 	if c.Object != nil {
 		object, ok = c.Object.(T)

@@ -13,8 +13,8 @@ import (
 
 var checkpoints = journal.Collection[sandbox.Checkpoint]("checkpoints")
 
-// Checkpoint writes a sandbox to disk under a name. The sandbox goes on; one
-// that is paused or hibernated stays so.
+// Checkpoint writes a sandbox to disk under a name. The sandbox keeps its
+// state: running, paused or hibernated.
 func (m *Manager) Checkpoint(ctx context.Context, r sandbox.CheckpointRequest) (c sandbox.CheckpointSize, replayed bool, err error) {
 	c, replayed, err = doOnce(ctx, m, r.Once, checkpointIn, func(also record[sandbox.CheckpointSize]) (sandbox.CheckpointSize, error) {
 		return m.checkpoint(ctx, r, also)
@@ -22,7 +22,7 @@ func (m *Manager) Checkpoint(ctx context.Context, r sandbox.CheckpointRequest) (
 	if !replayed {
 		return c, false, err
 	}
-	// An answer that is kept has no resource version.
+	// A kept answer has no resource version.
 	if now, nowErr := m.CheckpointOf(ctx, c.Key); nowErr == nil && now.ID == c.ID {
 		c = now
 	}
@@ -64,8 +64,8 @@ func (m *Manager) checkpoint(ctx context.Context, r sandbox.CheckpointRequest, a
 	return out, err
 }
 
-// storeCheckpoint writes a sandbox whose turn it is to disk. The checkpoint is complete, but for
-// the journal, which has it as an intent.
+// storeCheckpoint writes a sandbox to disk; the caller has its turn. Afterwards the checkpoint
+// is complete, but still an intent in the journal.
 func (m *Manager) storeCheckpoint(ctx context.Context, b *member, k sandbox.Key) (out sandbox.CheckpointSize, err error) {
 	c, err := m.enlistCheckpoint(k, b.now())
 	if err != nil {
@@ -77,7 +77,7 @@ func (m *Manager) storeCheckpoint(ctx context.Context, b *member, k sandbox.Key)
 	}
 	if err == nil {
 		c.Phase = sandbox.PhaseReady
-		if b.machine != nil { // else it has the lineage from when it was hibernated
+		if b.machine != nil { // otherwise it has the lineage from its hibernation
 			c.Of.Egress.Lineage = captured(b.machine)
 		}
 		out, err = sized(m, c)
@@ -113,7 +113,7 @@ func (m *Manager) enlistCheckpoint(k sandbox.Key, of sandbox.Sandbox) (sandbox.C
 	return c, err
 }
 
-// writeCheckpoint writes what the sandbox is to a new folder, sealed if it holds
+// writeCheckpoint writes the sandbox to a new folder, sealed if it holds
 // secrets. The caller has the turn.
 func (b *member) writeCheckpoint(ctx context.Context, dir string) error {
 	last := b.now()
@@ -130,7 +130,7 @@ func (b *member) writeCheckpoint(ctx context.Context, dir string) error {
 	return snap.Close()
 }
 
-// cloneSnapshot makes another folder of a snapshot.
+// cloneSnapshot copies a snapshot to another folder.
 func (m *Manager) cloneSnapshot(from, to string) (_ *snapshot.Snapshot, err error) {
 	snap, err := snapshot.Open(from, snapshot.WithKey(m.cfg.Key))
 	if err != nil {
@@ -140,7 +140,7 @@ func (m *Manager) cloneSnapshot(from, to string) (_ *snapshot.Snapshot, err erro
 	return snap.Clone(to)
 }
 
-// settleCheckpoints forgets checkpoints that never had an answer.
+// settleCheckpoints forgets checkpoints whose request was never answered.
 func settleCheckpoints(tx *journal.Tx) error {
 	var unfinished []sandbox.Checkpoint
 	err := checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {
@@ -155,13 +155,13 @@ func settleCheckpoints(tx *journal.Tx) error {
 	return err
 }
 
-// sized adds what a checkpoint takes.
+// sized adds the size of a checkpoint.
 func sized(m *Manager, c sandbox.Checkpoint) (sandbox.CheckpointSize, error) {
 	size, err := new(snapshot.Usage).Add(m.checkpointDir(c.ID))
 	return sandbox.CheckpointSize{Checkpoint: c, Size: fromSize(size)}, err
 }
 
-// readyCheckpoint finds a checkpoint that is complete.
+// readyCheckpoint finds a complete checkpoint.
 func readyCheckpoint(tx *journal.Tx, k sandbox.Key) (sandbox.Checkpoint, error) {
 	c, found, err := checkpoints.Get(tx, k.String())
 	if err == nil && (!found || !c.Ready()) {
@@ -200,8 +200,8 @@ func (m *Manager) Checkpoints(_ context.Context, n sandbox.Namespace, p sandbox.
 	return out, nil
 }
 
-// DeleteCheckpoint deletes a checkpoint that nobody is being restored from.
-// Sandboxes that were stay.
+// DeleteCheckpoint deletes a checkpoint, unless a sandbox is being restored
+// from it. Restored sandboxes stay.
 func (m *Manager) DeleteCheckpoint(_ context.Context, k sandbox.Key, when ...sandbox.Precondition) error {
 	if err := m.begin(); err != nil {
 		return err
@@ -210,14 +210,14 @@ func (m *Manager) DeleteCheckpoint(_ context.Context, k sandbox.Key, when ...san
 	if err != nil {
 		return err
 	}
-	// Whoever is killed here leaves what the next daemon sweeps.
+	// If the daemon is killed here, the next one sweeps the files.
 	err = m.removeSnapshot(m.checkpointDir(c.ID))
 	m.capacity.discard(k.Namespace, c.Kept)
 	return err
 }
 
-// dropCheckpoint takes a checkpoint out of the journal: none is restored from
-// then on.
+// dropCheckpoint removes a checkpoint from the journal. From then on no sandbox
+// is restored from it.
 func (m *Manager) dropCheckpoint(k sandbox.Key, when []sandbox.Precondition) (c sandbox.Checkpoint, err error) {
 	m.mu.Lock()
 	switch n := m.restoring[k]; {
@@ -227,7 +227,7 @@ func (m *Manager) dropCheckpoint(k sandbox.Key, when []sandbox.Precondition) (c 
 			Because("%d sandboxes are being restored from it", n).Try("Try again when they are there")
 	case n < 0:
 		m.mu.Unlock()
-		return c, sandbox.NotFound(sandbox.KindCheckpoint, k) // somebody else deletes it
+		return c, sandbox.NotFound(sandbox.KindCheckpoint, k) // another call is deleting it
 	}
 	m.restoring[k] = -1
 	m.mu.Unlock()
@@ -249,6 +249,6 @@ func (m *Manager) dropCheckpoint(k sandbox.Key, when []sandbox.Precondition) (c 
 	return c, err
 }
 
-// CheckpointBytes is what all checkpoints of the node take on disk together,
-// what they share counted once.
+// CheckpointBytes is the size on disk of all checkpoints of the node together,
+// with shared data counted once.
 func (m *Manager) CheckpointBytes() (uint64, error) { return m.tally.checkpointBytes(m.checkpointDir) }

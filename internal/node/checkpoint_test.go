@@ -192,7 +192,8 @@ func TestCheckpointInUse(t *testing.T) {
 	})
 }
 
-// TestCheckpointFails: what fails leaves nothing, and can be tried again.
+// TestCheckpointFails: a failed checkpoint leaves nothing behind, and can be
+// tried again.
 func TestCheckpointFails(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)
@@ -232,7 +233,7 @@ func TestCheckpointFails(t *testing.T) {
 	})
 }
 
-// wantFolders counts what is in a folder of the state folder.
+// wantFolders counts the entries of a folder in the state folder.
 func wantFolders(t *testing.T, m *Manager, dir string, want int) {
 	t.Helper()
 	if left, err := filepath.Glob(filepath.Join(m.cfg.Dir, dir, "*")); err != nil || len(left) != want {

@@ -45,7 +45,8 @@ func (m *Manager) claim(ctx context.Context, r sandbox.ClaimRequest, also record
 	if p == nil {
 		return sandbox.Sandbox{}, sandbox.NotFound(sandbox.KindPool, sandbox.Key{Namespace: k.Namespace, Name: spec.Pool})
 	}
-	// Not before: a name that is no pool's is not to be counted.
+	// This comes after the pool is found, because a name without a pool must
+	// not be counted.
 	var out sandbox.Outcome
 	ctx, end := m.observer.Begin(ctx, sandbox.Work{Op: sandbox.OpClaim, Pool: p.key})
 	defer func() {
@@ -74,7 +75,7 @@ func (m *Manager) claim(ctx context.Context, r sandbox.ClaimRequest, also record
 	out.Waited = machine.waited
 	egress := sandbox.EgressOf(from.policy.Load(), spec.NetworkPolicy)
 	var connected engine.Sandbox
-	if err = m.checkInject(k.Namespace, from, spec.Secrets); err == nil { // it may be of another revision
+	if err = m.checkInject(k.Namespace, from, spec.Secrets); err == nil { // the stock may have another revision
 		connected, err = m.connectClaimed(ctx, sandbox.Sandbox{
 			Key: k, Egress: egress, Secrets: spec.Secrets, TrustedCA: from.build.TrustedCA,
 		}, machine, from.build.Lineage)
@@ -83,7 +84,7 @@ func (m *Manager) claim(ctx context.Context, r sandbox.ClaimRequest, also record
 		return sandbox.Sandbox{}, errors.Join(fmt.Errorf("connect sandbox %s: %w", k.Name, err), b.forget(), machine.Close())
 	}
 	env := merge(from.build.Env, spec.Env)
-	if len(spec.Env)+len(secrets) > 0 { // the template's are there already
+	if len(spec.Env)+len(secrets) > 0 { // the template's variables are there already
 		if err := setEnv(ctx, machine, merge(env, secrets)); err != nil {
 			return sandbox.Sandbox{}, errors.Join(fmt.Errorf("set the environment of sandbox %s: %w", k.Name, err), b.forget(), machine.Close())
 		}
@@ -109,8 +110,8 @@ func (m *Manager) claim(ctx context.Context, r sandbox.ClaimRequest, also record
 	return b.now(), nil
 }
 
-// connectClaimed connects a machine that was claimed. The machine's Close leaves the
-// network from then on.
+// connectClaimed connects a machine that was claimed. From then on the machine's
+// Close also leaves the network.
 func (m *Manager) connectClaimed(ctx context.Context, s sandbox.Sandbox, machine *parked, lineage *sandbox.Lineage) (engine.Sandbox, error) {
 	if err := s.Egress.CheckOwn(s.Egress.Own); err != nil {
 		return nil, err
@@ -120,8 +121,8 @@ func (m *Manager) connectClaimed(ctx context.Context, s sandbox.Sandbox, machine
 	return connected, err
 }
 
-// setEnv gives a machine its environment. Its agent holds it from then on, in
-// the forks and images of the machine as well: no daemon has to know it again.
+// setEnv gives a machine its environment. From then on the agent keeps it, also
+// in the forks and images of the machine. So no later daemon needs to know it.
 func setEnv(ctx context.Context, machine engine.Sandbox, env sandbox.Env) error {
 	if err := env.CheckSize(); err != nil {
 		return err
@@ -129,7 +130,7 @@ func setEnv(ctx context.Context, machine engine.Sandbox, env sandbox.Env) error 
 	return machine.Agent().SetEnv(ctx, guestrpc.SetEnvRequest{Env: env.Strings()})
 }
 
-// merge lays variables over others.
+// merge returns the variables of both; those of above win.
 func merge(below, above sandbox.Env) sandbox.Env {
 	if len(below) == 0 {
 		return above
@@ -140,11 +141,11 @@ func merge(below, above sandbox.Env) sandbox.Env {
 }
 
 // enlist begins a sandbox: its name is taken, its intent is in the journal, and
-// it is the caller's turn.
+// the caller has its turn.
 func (m *Manager) enlist(s sandbox.Sandbox) (*member, error) {
 	s.ID, s.State, s.Created = m.cfg.Codes.NewID(), sandbox.Starting, time.Now().UTC()
 	if !s.Expires.IsZero() {
-		s.Expires = s.Expires.UTC() // by the clock on the wall, as the journal has it
+		s.Expires = s.Expires.UTC() // wall clock time, as in the journal
 	}
 	b := m.newMember(s)
 	<-b.turn
@@ -161,8 +162,8 @@ func (m *Manager) enlist(s sandbox.Sandbox) (*member, error) {
 	return b, nil
 }
 
-// takeName takes a sandbox's name, and its place in the quota of its namespace, from the
-// moment on at which the sandbox is not yet in the journal: nobody else waits for that.
+// takeName takes a sandbox's name, and its place in the quota of its namespace, before
+// the sandbox is in the journal. So other calls do not wait for the journal.
 func (m *Manager) takeName(b *member) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -183,8 +184,8 @@ func (m *Manager) takeName(b *member) error {
 	return nil
 }
 
-// leave gives back the name of a sandbox that never was. The caller has the turn, and
-// gives it to whoever has found the sandbox meanwhile.
+// leave gives back the name of a sandbox that failed to start. The caller has the
+// turn, and passes it to callers that have found the sandbox in the meantime.
 func (b *member) leave() {
 	m := b.manager
 	m.mu.Lock()
@@ -198,7 +199,7 @@ func (b *member) leave() {
 	b.unlock()
 }
 
-// forget undoes enlist: the sandbox never was.
+// forget undoes enlist, as if the sandbox had never existed.
 func (b *member) forget() error {
 	m := b.manager
 	b.leave()

@@ -8,8 +8,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// TestCodes: sandboxes have the codes of the node that has made them in their ids, whatever its
-// configuration is later; machines and snapshots have none.
+// TestCodes: ids of sandboxes contain the codes of the node that has made them, even if its
+// configuration changes later. Ids of machines and snapshots have no codes.
 func TestCodes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)

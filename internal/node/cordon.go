@@ -12,36 +12,37 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// A node that is cordoned makes no sandboxes, and fills no pools. One that is drained also
-// ends those that wait in pools, hibernates what runs, and wakes nobody. Both are in the
-// journal: a daemon that starts goes on with them.
+// A cordoned node makes no sandboxes, and fills no pools. A drained node also ends the
+// sandboxes that wait in pools, hibernates the running ones, and wakes no sandbox. The
+// journal records both, so the next daemon goes on with them.
 
 var cordons = journal.Collection[sandbox.Cordon]("cordon")
 
-// drains is how many sandboxes are hibernated at once, and drainAgain after how long those
-// are tried again that could not be.
+// drains is how many sandboxes are hibernated at once. drainAgain is the pause before
+// those that could not be hibernated are tried again.
 const (
 	drains     = 4
 	drainAgain = 10 * time.Second
 )
 
-// The first of the problems of a drain are shown, so many and so many bytes of each: they are
-// part of each message about the node.
+// These bound how many problems of a drain are shown, and the bytes of each: they are part of
+// each message about the node.
 const (
 	shownProblems   = 1000
 	maxDrainProblem = 512
 )
 
-// cordon is why the node takes nothing new, if it does not.
+// cordon is the reason why the node accepts no new sandboxes, if it is
+// cordoned.
 type cordon struct {
 	mu  sync.Mutex // protects all following fields
 	now *sandbox.Cordon
-	// changed is closed with each change, and made anew.
+	// changed is closed and made anew with each change.
 	changed  chan struct{}
 	problems map[sandbox.Key]string // of a drain
 }
 
-// get is the cordon, nil if there is none.
+// get returns the cordon, nil if the node is not cordoned.
 func (c *cordon) get() (now *sandbox.Cordon, changed <-chan struct{}) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -56,7 +57,8 @@ func (c *cordon) set(now *sandbox.Cordon) {
 	c.changed = make(chan struct{})
 }
 
-// blame notes why a sandbox was not hibernated; an empty problem is none.
+// blame records why a sandbox was not hibernated. An empty problem removes the
+// record.
 func (c *cordon) blame(k sandbox.Key, problem string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -65,14 +67,14 @@ func (c *cordon) blame(k sandbox.Key, problem string) {
 	}
 }
 
-// forgive forgets the problems of those that do not run any more.
+// forgive forgets the problems of sandboxes that no longer run.
 func (c *cordon) forgive(running map[sandbox.Key]bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	maps.DeleteFunc(c.problems, func(k sandbox.Key, _ string) bool { return !running[k] })
 }
 
-// shown is the cordon with how far it is.
+// shown returns the cordon with its progress.
 func (c *cordon) shown(left int) *sandbox.Cordon {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -91,7 +93,8 @@ func (c *cordon) shown(left int) *sandbox.Cordon {
 	return &out
 }
 
-// admit refuses what makes a sandbox; with wakes, what only wakes one.
+// admit refuses to make a sandbox. With wakes it is asked for a sandbox that
+// only wakes up.
 func (c *cordon) admit(wakes bool) error {
 	now, _ := c.get()
 	if now == nil || wakes && !now.Drain {
@@ -123,7 +126,8 @@ func (c *cordon) wait(ctx context.Context) error {
 	}
 }
 
-// Cordon has the node make no sandboxes; with drain, what runs is hibernated as well.
+// Cordon stops the node from making sandboxes. With drain it also hibernates the
+// running ones.
 func (m *Manager) Cordon(ctx context.Context, drain bool) (sandbox.NodeStatus, error) {
 	if err := m.begin(); err != nil {
 		return sandbox.NodeStatus{}, err
@@ -132,7 +136,7 @@ func (m *Manager) Cordon(ctx context.Context, drain bool) (sandbox.NodeStatus, e
 	return m.setCordon(ctx, &next)
 }
 
-// Uncordon ends that. What was hibernated stays so until it is used.
+// Uncordon ends the cordon. Hibernated sandboxes stay so until they are used.
 func (m *Manager) Uncordon(ctx context.Context) (sandbox.NodeStatus, error) {
 	if err := m.begin(); err != nil {
 		return sandbox.NodeStatus{}, err
@@ -140,8 +144,8 @@ func (m *Manager) Uncordon(ctx context.Context) (sandbox.NodeStatus, error) {
 	return m.setCordon(ctx, nil)
 }
 
-// setCordon writes a cordon, nil for none, and then has it hold. One that holds already stays
-// as it is.
+// setCordon writes a cordon, nil to end it, and then applies it. A cordon that is in force
+// already stays unchanged.
 func (m *Manager) setCordon(ctx context.Context, next *sandbox.Cordon) (sandbox.NodeStatus, error) {
 	m.cordonTurn.Lock()
 	defer m.cordonTurn.Unlock()
@@ -163,7 +167,7 @@ func (m *Manager) setCordon(ctx context.Context, next *sandbox.Cordon) (sandbox.
 	return m.Node(ctx)
 }
 
-// recoverCordon reads what an earlier daemon was told.
+// recoverCordon reads the cordon that an earlier daemon has recorded.
 func (m *Manager) recoverCordon() error {
 	return m.db.View(func(tx *journal.Tx) error {
 		c, found, err := cordons.Get(tx, nodeKey)
@@ -174,13 +178,13 @@ func (m *Manager) recoverCordon() error {
 	})
 }
 
-// draining reports whether nobody is to run.
+// draining reports whether all sandboxes of the node are to stop running.
 func (m *Manager) draining() bool {
 	now, _ := m.cordon.get()
 	return now != nil && now.Drain
 }
 
-// drain hibernates what runs while the node is drained.
+// drain hibernates the running sandboxes while the node is drained.
 func (m *Manager) drain() {
 	for {
 		now, changed := m.cordon.get()
@@ -196,7 +200,8 @@ func (m *Manager) drain() {
 			}()
 			m.hibernateAll(ctx)
 			cancel()
-			// What was being made when the drain began runs by now, perhaps.
+			// A sandbox that was being made when the drain began may run by
+			// now.
 			again = time.After(drainAgain)
 		}
 		select {
@@ -208,7 +213,7 @@ func (m *Manager) drain() {
 	}
 }
 
-// hibernateAll hibernates what runs, some at once.
+// hibernateAll hibernates the running sandboxes, some of them at once.
 func (m *Manager) hibernateAll(ctx context.Context) {
 	running := map[sandbox.Key]bool{}
 	left := slices.DeleteFunc(m.members(), func(b *member) bool {
@@ -246,12 +251,14 @@ func (m *Manager) hibernateAll(ctx context.Context) {
 	all.Wait()
 }
 
-// runs reports whether a sandbox in a state has a machine that a drain is to end.
+// runs reports whether a sandbox in a state has a machine that a drain has to
+// end.
 func runs(s sandbox.State) bool {
 	return s == sandbox.Running || s == sandbox.Paused || s == sandbox.Hibernating || s == sandbox.Resuming
 }
 
-// identify finds the node's name: as it is configured, or made up once.
+// identify sets the node's name: the configured one, or one that is made up
+// once.
 func (m *Manager) identify() error {
 	if m.cfg.NodeID != "" {
 		m.id = m.cfg.NodeID
@@ -268,5 +275,5 @@ func (m *Manager) identify() error {
 	})
 }
 
-// identities has the name of the node that was made up.
+// identities contains the node's name if it was made up.
 var identities = journal.Collection[string]("identity")

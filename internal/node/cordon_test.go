@@ -34,7 +34,8 @@ func ready(t *testing.T, m *Manager) int {
 	return st.Ready
 }
 
-// TestCordon: nothing new is made, also by a daemon that starts; what is there goes on.
+// TestCordon: no sandboxes are made, nor by the next daemon; existing ones keep
+// running.
 func TestCordon(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)
@@ -92,8 +93,9 @@ func TestCordon(t *testing.T) {
 	})
 }
 
-// TestDrain: what runs is hibernated, what waits in pools ends, and nothing wakes up; what
-// cannot be hibernated is named and tried again. A daemon that starts goes on with it.
+// TestDrain: running sandboxes are hibernated, waiting ones in pools end, and no sandbox
+// wakes up. Those that cannot be hibernated are named and tried again. The next daemon
+// goes on with the drain.
 func TestDrain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)
@@ -170,8 +172,8 @@ func TestDrainForgetsProblems(t *testing.T) {
 	})
 }
 
-// TestDrainProblemsAreBounded: however many sandboxes cannot be hibernated, and whatever is said
-// of it, the node can be looked at: a message has a bound.
+// TestDrainProblemsAreBounded: the node's status stays readable for any number of sandboxes
+// that cannot be hibernated, and for any texts of their problems: a message has a bound.
 func TestDrainProblemsAreBounded(t *testing.T) {
 	c := &cordon{changed: make(chan struct{})}
 	c.set(&sandbox.Cordon{Drain: true})

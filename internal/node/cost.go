@@ -10,7 +10,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Cost looks at what a sandbox costs, and does not wake it.
+// Cost returns the cost of a sandbox, without waking it.
 func (m *Manager) Cost(ctx context.Context, k sandbox.Key) (sandbox.Cost, error) {
 	s, err := m.Sandbox(ctx, k)
 	if err != nil {
@@ -19,7 +19,7 @@ func (m *Manager) Cost(ctx context.Context, k sandbox.Key) (sandbox.Cost, error)
 	return m.cost(ctx, s, m.networkUse(ctx, k.Namespace))
 }
 
-// networkUse is that of all machines of a namespace.
+// networkUse returns the network use of all machines of a namespace.
 func (m *Manager) networkUse(ctx context.Context, n sandbox.Namespace) map[sandbox.ID]sandbox.NetworkUse {
 	if m.cfg.Network == nil {
 		return nil
@@ -27,7 +27,7 @@ func (m *Manager) networkUse(ctx context.Context, n sandbox.Namespace) map[sandb
 	return m.cfg.Network.Use(ctx, n)
 }
 
-// Costs looks at what sandboxes cost, by name.
+// Costs returns the costs of sandboxes, by name.
 func (m *Manager) Costs(ctx context.Context, n sandbox.Namespace, p sandbox.Page) ([]sandbox.Cost, error) {
 	list, err := m.Sandboxes(ctx, sandbox.SandboxesRequest{Namespace: n, Page: p, Ended: false})
 	if err != nil {
@@ -51,7 +51,7 @@ func (m *Manager) cost(ctx context.Context, s sandbox.Sandbox, use map[sandbox.I
 	b := m.roster.byID[s.ID]
 	m.mu.Unlock()
 	if b == nil {
-		return c, nil // it has ended meanwhile
+		return c, nil // it has ended in the meantime
 	}
 	b.mu.Lock()
 	machine := b.machine
@@ -68,7 +68,7 @@ func (m *Manager) cost(ctx context.Context, s sandbox.Sandbox, use map[sandbox.I
 	stats, err := machine.Stats(ctx)
 	c.Stats = fromStats(stats)
 	if errors.Is(err, engine.ErrEnded) {
-		return c, nil // that it has is about to be noticed
+		return c, nil // its end will be noticed soon
 	}
 	if err != nil {
 		err = fmt.Errorf("look at what sandbox %s costs: %w", s.Name, err)

@@ -18,13 +18,13 @@ type accident struct {
 	doing     string
 	dir       string
 	processes map[string]map[string]string // their memory
-	answered  map[string]string            // sandboxes that somebody was told of, and what they hold
+	answered  map[string]string            // sandboxes that a client was told of, and their memory
 	kept      map[string]string            // likewise for checkpoints
 }
 
-// TestKilled: whatever the daemon was doing when it was killed, the next one
-// has every sandbox that somebody was told of, with its memory, in a state that
-// can be used; what nobody was told of is not listed; and nothing is left over.
+// TestKilled: the daemon is killed during any operation. The next one has every
+// sandbox that a client was told of, with its memory, in a usable state. It
+// lists no other sandboxes, and nothing else is left over.
 func TestKilled(t *testing.T) {
 	var accidents []accident
 	pictures := t.TempDir()

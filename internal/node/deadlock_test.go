@@ -27,7 +27,7 @@ func (h *gatedHost) Remove(ctx context.Context, folder string) error {
 }
 
 // TestDeathInThePool: a machine that ends while it waits in its pool is cleared
-// away. Who asks for the pool, and who deletes another, wait for nobody meanwhile.
+// away. Calls that read the pool, or delete another one, do not wait for that.
 func TestDeathInThePool(t *testing.T) {
 	h := &gatedHost{Host: nodetest.NewHost(t)}
 	m := daemon(t, t.TempDir(), h.Host, func(c *Config) { c.Engine = h })

@@ -21,15 +21,15 @@ func (m *Manager) DeleteTemplate(ctx context.Context, k sandbox.Key, when ...san
 	for _, run := range ended {
 		select {
 		case <-run.done:
-		case <-ctx.Done(): // it ends and cleans up by itself
+		case <-ctx.Done(): // the build ends and cleans up in the background
 			return fmt.Errorf("end the builds of template %s: %w", k.Name, ctx.Err())
 		}
 	}
 	return m.collectBuilds()
 }
 
-// forgetTemplate takes a template and what is being built of it out of the journal and out
-// of memory, and returns the builds that were under way.
+// forgetTemplate removes a template and its builds from the journal and from memory. It
+// returns the builds that were under way.
 func (m *Manager) forgetTemplate(ctx context.Context, k sandbox.Key, when []sandbox.Precondition) ([]*build, error) {
 	defer m.templateTurns.lock(k)()
 	var dropped []sandbox.Build
@@ -55,8 +55,8 @@ func (m *Manager) forgetTemplate(ctx context.Context, k sandbox.Key, when []sand
 	return m.endDropped(dropped)
 }
 
-// DeleteFork ends the children of a fork that are left, and forgets the fork. One that is
-// being made fails, and has no children.
+// DeleteFork ends the remaining children of a fork, and forgets the fork. A fork that is
+// being made fails, and gets no children.
 func (m *Manager) DeleteFork(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) error {
 	if err := m.begin(); err != nil {
 		return err
@@ -73,8 +73,9 @@ func (m *Manager) DeleteFork(ctx context.Context, k sandbox.Key, when ...sandbox
 	return err
 }
 
-// mayEnd refuses to delete a fork whose children have, had or are going to have owners, for
-// those who may not. Where all have ended its controller may still have to hear of it.
+// mayEnd refuses to delete a fork whose children have, had or will have owners, unless the
+// principal may own objects. Even if all children have ended, their controller may still
+// have to hear of it.
 func (m *Manager) mayEnd(ctx context.Context, f sandbox.Fork) error {
 	if f.Asked != nil && !sandbox.MayOwn(ctx) {
 		return sandbox.Errorf(sandbox.CodeDenied, "fork %s is not yours to change", f.Name).Because("its children have owners")
@@ -93,21 +94,21 @@ func (m *Manager) mayEnd(ctx context.Context, f sandbox.Fork) error {
 	return nil
 }
 
-// mayDelete refuses to delete an object that does not meet preconditions, or for those who may
-// not because of its owner.
+// mayDelete refuses to delete an object that does not meet the preconditions, or whose owner
+// forbids it to the principal.
 func mayDelete(ctx context.Context, o sandbox.Identity, when []sandbox.Precondition) error {
 	return errors.Join(o.Meets(when...), sandbox.MayChange(ctx, o))
 }
 
-// forgetForkAsIs forgets a fork, unless it was completed since f was read: it is what is
-// returned then.
+// forgetForkAsIs forgets a fork, unless it was completed since f was read. Then it
+// returns the completed fork.
 func (m *Manager) forgetForkAsIs(f sandbox.Fork) (now sandbox.Fork, forgotten bool, err error) {
 	err = m.db.Update(func(tx *journal.Tx) error {
 		at, found, err := forks.Get(tx, f.String())
 		switch {
 		case err != nil:
 			return err
-		case !found || !at.Created.Equal(f.Created): // somebody else has
+		case !found || !at.Created.Equal(f.Created): // another call has forgotten it
 			forgotten = true
 			return nil
 		case at.Phase != f.Phase:
@@ -120,7 +121,7 @@ func (m *Manager) forgetForkAsIs(f sandbox.Fork) (now sandbox.Fork, forgotten bo
 	return now, forgotten, err
 }
 
-// endChildren ends the children of a fork that are left.
+// endChildren ends the remaining children of a fork.
 func (m *Manager) endChildren(ctx context.Context, f sandbox.Fork) error {
 	for _, c := range f.Children {
 		m.mu.Lock()

@@ -8,7 +8,7 @@ import (
 
 const mib = 1 << 20
 
-// checkDisk refuses a disk that this node could not hold if it held nothing else.
+// checkDisk refuses a disk that is too large even for an otherwise empty node.
 func (m *Manager) checkDisk(s sandbox.TemplateSpec) error {
 	if s.Disk == 0 {
 		return nil
@@ -20,10 +20,11 @@ func (m *Manager) checkDisk(s sandbox.TemplateSpec) error {
 	if s.Disk > most {
 		return sandbox.InvalidDisk(s.Disk, most, "this node holds no more")
 	}
-	// Where disks are memory they take what sandboxes may reserve.
+	// If disks are in memory, they count against the memory that sandboxes may
+	// reserve.
 	capacity, need := m.capacity.capacity, m.cfg.Engine.Reserve
 	if need(s.Memory, 0) > capacity || need(s.Memory, s.Disk) <= capacity {
-		return nil // the former is refused when it is to run, disk or not
+		return nil // the former is refused when it has to run, with or without a disk
 	}
 	fits := sort.Search(int(s.Disk/mib), func(n int) bool { return need(s.Memory, uint64(n+1)*mib) > capacity })
 	return sandbox.InvalidDisk(s.Disk, uint64(fits)*mib, "it is memory on this node, and beside the "+sandbox.Mebibytes(s.Memory)+" of the sandbox there is no more")

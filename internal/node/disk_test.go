@@ -10,9 +10,9 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// TestDisk: a disk is refused that the node could never hold, with what it could;
-// one that fits is reserved where it is memory, and another size is another
-// revision.
+// TestDisk: a disk that the node could never hold is refused, with the largest
+// possible size. A disk that fits is reserved if disks are in memory. Another
+// size is another revision.
 func TestDisk(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := daemon(t, t.TempDir(), nodetest.NewHost(t), func(c *Config) { c.Capacity = 256 * mib })
@@ -49,7 +49,7 @@ func TestDisk(t *testing.T) {
 	})
 }
 
-// TestDiskBounds: what is valid is what engines can make.
+// TestDiskBounds: engines can make every valid size.
 func TestDiskBounds(t *testing.T) {
 	spec := sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib}
 	for disk, valid := range map[uint64]bool{engine.MinDisk - 1: false, engine.MinDisk: true, engine.LargestDisk: true, engine.LargestDisk + 1: false} {

@@ -6,8 +6,9 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// The journal and the APIs know sandboxes by package sandbox, engines and snapshots
-// by types of their own: these are all the places where one becomes the other.
+// The journal and the APIs describe sandboxes with types of package sandbox,
+// engines and snapshots with types of their own. These functions are the only
+// places that convert them.
 
 func engineLimits(l sandbox.Limits) engine.Limits {
 	return engine.Limits{MilliCPUs: l.MilliCPUs, IO: engine.IOLimits(l.IO)}
@@ -24,7 +25,7 @@ func fromHeld(list []engine.Held) []sandbox.Held {
 	return out
 }
 
-// heldBy lists what a fork of a snapshot holds.
+// heldBy lists the parts of a snapshot that a fork of it holds.
 func heldBy(snap *snapshot.Snapshot, owner string) ([]sandbox.Held, error) {
 	list, err := engine.HeldBy(snap, owner)
 	return fromHeld(list), err

@@ -138,8 +138,8 @@ func wantInvalid(t *testing.T, err error) {
 	}
 }
 
-// TestExpiresWhileATimeoutWaits: a timeout that waits for what is done with the sandbox does not
-// keep it from its end time.
+// TestExpiresWhileATimeoutWaits: a timeout that waits for an operation on the sandbox does not
+// delay the sandbox's end time.
 func TestExpiresWhileATimeoutWaits(t *testing.T) {
 	for _, action := range []sandbox.TimeoutAction{sandbox.TimeoutPause, sandbox.TimeoutHibernate} {
 		onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {

@@ -18,7 +18,7 @@ import (
 	"agentrun.dev/internal/storage/seal"
 )
 
-// builder makes templates of nothing.
+// builder makes templates without an image.
 type builder struct {
 	fail error
 	// pages is how large the layer of a template's memory is.

@@ -18,14 +18,14 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// A snapshot that is fetched is a build that is done in another way: it waits, is tried again,
-// goes on after a restart, is replaced and deleted as all are.
+// A fetch of a snapshot is a build by other means: it waits, is tried again, goes on after a
+// restart, and is replaced and deleted as all builds are.
 
-// Peers is how snapshots of other nodes come here.
+// Peers gets snapshots from other nodes and from registries.
 type Peers interface {
-	// Dial makes a peer of an address. Nothing is sent yet.
+	// Dial makes a peer of an address, without sending anything yet.
 	Dial(sandbox.PeerAddress) (Peer, error)
-	// Pull makes a snapshot in the new folder dir of a pack in a registry.
+	// Pull makes a snapshot, in the new folder dir, from a pack in a registry.
 	Pull(ctx context.Context, pack, dir string, o PullRequest) (*snapshot.Snapshot, error)
 }
 
@@ -35,29 +35,31 @@ type Peer interface {
 	io.Closer
 }
 
-// PullRequest is how a pack is pulled.
+// PullRequest says how a pack is pulled.
 type PullRequest struct {
-	// Accept refuses another snapshot before its content is fetched.
+	// Accept refuses an unwanted snapshot before its content is fetched.
 	Accept func(snapshot.Manifest) error
-	// Lend gives a snapshot that is here and has a layer, or nil.
+	// Lend returns a snapshot of this node that has a layer, or nil.
 	Lend func(layer.Ref) *snapshot.Snapshot
 }
 
-// fetches is how many snapshots are fetched at once.
+// fetches is the number of snapshots that are fetched at once.
 const fetches = 4
 
-// orderFile has the manifest of a snapshot that is to be fetched for a build.
+// orderFile is the file with the manifest of a snapshot that a build has to
+// fetch.
 func (m *Manager) orderFile(id sandbox.ID) string {
 	return filepath.Join(m.cfg.Dir, fetchingDir, string(id)+".manifest")
 }
 
-// partsDir has what was fetched so far of a snapshot.
+// partsDir is the folder of the parts of a snapshot that were fetched so far.
 func (m *Manager) partsDir(digest string) string {
 	return filepath.Join(m.cfg.Dir, fetchingDir, digest)
 }
 
-// FetchTemplate makes a template or changes it, as ApplyTemplate does, and has its snapshot
-// fetched from other nodes where it would be built. What does not fit is refused.
+// FetchTemplate makes a template or changes it, as ApplyTemplate does. Where ApplyTemplate
+// would build its snapshot, FetchTemplate has it fetched from other nodes. It refuses an
+// offer that does not fit.
 func (m *Manager) FetchTemplate(ctx context.Context, r sandbox.FetchRequest) (sandbox.Template, error) {
 	if err := errors.Join(m.beginMaking(), sandbox.MayGive(ctx, r.Owner)); err != nil {
 		return sandbox.Template{}, err
@@ -94,8 +96,8 @@ func errFetchesNone() error {
 	return sandbox.Errorf(sandbox.CodeUnimplemented, "this daemon fetches no snapshots").Try("Start it with --node-listen and the certificate of a node")
 }
 
-// orderFetch writes down what is to be fetched, and begins with it. The caller has the turn of the
-// template.
+// orderFetch records the snapshot that is to be fetched, and starts the fetch. The caller has
+// the turn of the template.
 func (m *Manager) orderFetch(ctx context.Context, r sandbox.FetchRequest, t *sandbox.Template) error {
 	if r.Offer.Stage == sandbox.AfterInit {
 		// A template's own build is that of the other stage.
@@ -118,16 +120,16 @@ func (m *Manager) orderFetch(ctx context.Context, r sandbox.FetchRequest, t *san
 		Fetch: &sandbox.FetchOrder{Digest: r.Offer.Digest, Built: r.Offer.Built, Peers: r.Peers, Pack: r.Pack},
 	})
 	b, lookErr := m.build(buildKey{Template: t.Key, Revision: t.Revision, Stage: r.Offer.Stage})
-	if lookErr != nil || b.Snapshot != id { // it is there, or is being built
+	if lookErr != nil || b.Snapshot != id { // the snapshot is there, or is being built
 		err = errors.Join(err, os.Remove(m.orderFile(id)))
 	}
 	return err
 }
 
-// dropOrder removes what was kept for a build that is over, or that nobody wants any more. b is
-// the build as it began.
+// dropOrder removes the files of a fetch that is over, or that is no longer wanted. b is the
+// build as it began.
 func (m *Manager) dropOrder(b sandbox.Build) {
-	if b.Fetch == nil || m.ctx.Err() != nil { // the next daemon goes on
+	if b.Fetch == nil || m.ctx.Err() != nil { // the next daemon goes on with it
 		return
 	}
 	err := os.Remove(m.orderFile(b.Snapshot))
@@ -139,9 +141,10 @@ func (m *Manager) dropOrder(b sandbox.Build) {
 	}
 }
 
-// dropParts removes what was fetched of a snapshot, unless another build is to have it.
+// dropParts removes the fetched parts of a snapshot, unless another build needs them.
 func (m *Manager) dropParts(digest string) error {
-	// Whoever fetches it may take hours, and removes it then: that is not waited for.
+	// A fetch under way may take hours, and removes them at its end. So it is not
+	// waited for.
 	if wanted, err := m.partsWanted(digest); wanted || err != nil {
 		return err
 	}
@@ -156,7 +159,7 @@ func (m *Manager) dropParts(digest string) error {
 	return os.RemoveAll(m.partsDir(digest))
 }
 
-// partsWanted reports whether a build in the journal is to fetch a snapshot.
+// partsWanted reports whether a build in the journal has to fetch a snapshot.
 func (m *Manager) partsWanted(digest string) (wanted bool, err error) {
 	err = m.db.View(func(tx *journal.Tx) error {
 		return builds.Each(tx, "", func(_ string, b sandbox.Build) error {
@@ -167,9 +170,11 @@ func (m *Manager) partsWanted(digest string) (wanted bool, err error) {
 	return wanted, err
 }
 
-// tryFetch is one attempt to fetch. Without an error the snapshot is there.
+// tryFetch is one attempt to fetch. If it returns no error, the snapshot is
+// there.
 func (m *Manager) tryFetch(ctx context.Context, run *build, b *sandbox.Build) error {
-	// Those who wait for another fetch of the same snapshot keep nobody else from one.
+	// This turn comes first: a build that waits for another fetch of the same snapshot
+	// takes no place from fetches of other snapshots.
 	done, err := m.partsTurns.take(ctx, b.Fetch.Digest)
 	if err != nil {
 		return err
@@ -199,11 +204,11 @@ func (m *Manager) tryFetch(ctx context.Context, run *build, b *sandbox.Build) er
 	}
 	m.noticePools()
 	dir := m.snapshotDir(b.Snapshot)
-	if err := m.removeSnapshot(dir); err != nil { // of a daemon that was killed
+	if err := m.removeSnapshot(dir); err != nil { // left by a daemon that was killed
 		return err
 	}
 	if b.Attempts > 1 {
-		_, _ = fmt.Fprintf(run.log, "== attempt %d\n", b.Attempts) // for people
+		_, _ = fmt.Fprintf(run.log, "== attempt %d\n", b.Attempts) // only people read the log
 	}
 	storing, stop := m.room.watch(ctx)
 	defer stop()
@@ -223,7 +228,8 @@ func (m *Manager) tryFetch(ctx context.Context, run *build, b *sandbox.Build) er
 	return nil
 }
 
-// readOrder reads what is to be fetched. It fitted once; AgentRun may have been updated since.
+// readOrder reads a recorded fetch and checks it again. It was acceptable once, but AgentRun
+// may have been updated since.
 func (m *Manager) readOrder(b sandbox.Build, spec sandbox.TemplateSpec) (what offer, err error) {
 	manifest, err := os.ReadFile(m.orderFile(b.Snapshot))
 	if err != nil {
@@ -232,10 +238,10 @@ func (m *Manager) readOrder(b sandbox.Build, spec sandbox.TemplateSpec) (what of
 	return m.checkOffer(sandbox.Offer{Digest: b.Fetch.Digest, Manifest: manifest, Built: b.Fetch.Built}, spec)
 }
 
-// admitFetch sees to it that there is room for what is fetched. stored is called when it is there,
-// or will not be; it may be called twice.
+// admitFetch makes sure that there is room for the snapshot. The caller calls stored when the
+// snapshot is there or has failed; stored may be called twice.
 func (m *Manager) admitFetch(b sandbox.Build, manifest snapshot.Manifest) (stored func(), err error) {
-	var all uint64 // a build counts with all that it has
+	var all uint64 // a build counts in full, with all its parts
 	for _, blob := range peer.Blobs(manifest) {
 		all += blob.Size
 	}
@@ -262,16 +268,17 @@ func (m *Manager) admitFetch(b sandbox.Build, manifest snapshot.Manifest) (store
 	}, nil
 }
 
-// fetch makes the snapshot of what peers have, or of a pack. progress says that something has come.
+// fetch makes the snapshot from the data of peers, or from a pack. progress reports that some
+// data has come.
 func (m *Manager) fetch(ctx context.Context, run *build, b sandbox.Build, what offer, dir string) (progress bool, err error) {
 	var sources []peer.Source
 	for _, p := range b.Fetch.Peers {
 		of, err := m.cfg.Peers.Dial(p)
 		if err != nil {
-			_, _ = fmt.Fprintf(run.log, "== %s is left out: %v\n", p.Node, err) // for people
+			_, _ = fmt.Fprintf(run.log, "== %s is left out: %v\n", p.Node, err) // only people read the log
 			continue
 		}
-		defer func() { _ = of.Close() }() // nothing is under way on it
+		defer func() { _ = of.Close() }() // no request is under way on it
 		sources = append(sources, of)
 	}
 	if len(b.Fetch.Peers) > 0 {
@@ -286,7 +293,7 @@ func (m *Manager) fetch(ctx context.Context, run *build, b sandbox.Build, what o
 		if b.Fetch.Pack == "" {
 			return progress, whyNotFetched(err)
 		}
-		_, _ = fmt.Fprintf(run.log, "== %v\n", err) // for people
+		_, _ = fmt.Fprintf(run.log, "== %v\n", err) // likewise
 	}
 	_, _ = fmt.Fprintf(run.log, "== pull %s\n", b.Fetch.Pack) // likewise
 	snap, err := m.cfg.Peers.Pull(ctx, b.Fetch.Pack, dir, PullRequest{Lend: m.lend, Accept: func(got snapshot.Manifest) error {
@@ -302,21 +309,23 @@ func (m *Manager) fetch(ctx context.Context, run *build, b sandbox.Build, what o
 	return true, snap.Close()
 }
 
-// whyNotFetched tells attempts that have failed because of peers from others.
+// whyNotFetched tells failures of peers, after which the fetch is tried again,
+// from other failures.
 func whyNotFetched(err error) error {
 	var missing *peer.MissingError
 	switch {
-	case errors.Is(err, peer.ErrLate): // the next one goes on with what has come
+	case errors.Is(err, peer.ErrLate): // the next attempt goes on with the parts that have come
 		return fmt.Errorf("%w: %w", ErrInterrupted, err)
 	case !errors.As(err, &missing):
 		return err
-	case missing.Busy: // it is tried until it is its turn
+	case missing.Busy: // it is tried until a peer serves it
 		return sandbox.Errorf(sandbox.CodeCapacity, "the nodes that have the snapshot serve others").Because("%v", err)
 	}
 	return fmt.Errorf("%w: %w", ErrInterrupted, err)
 }
 
-// lend finds a snapshot of a template that has a layer; nil is none.
+// lend finds a template's snapshot that has a layer; it returns nil if there is
+// no such snapshot.
 func (m *Manager) lend(ref layer.Ref) *snapshot.Snapshot {
 	dirs, err := filepath.Glob(filepath.Join(m.cfg.Dir, snapshotsDir, "*"))
 	if err != nil {

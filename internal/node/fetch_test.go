@@ -30,7 +30,7 @@ type wires struct {
 	sent  map[string]int
 	// flip has a node send other bytes.
 	flip map[string]bool
-	// pull is what a registry has.
+	// pull plays a registry: it makes the snapshot of a pack.
 	pull func(dir string, r PullRequest) (*snapshot.Snapshot, error)
 }
 
@@ -201,7 +201,7 @@ func tried(b sandbox.Build) bool {
 	return b.Over() || b.Phase == sandbox.PhasePending && b.Attempts > 0
 }
 
-// build applies the template, and gives the offer of what was built.
+// build applies the template, and returns the offer of its snapshot.
 func (n *fetchNode) build() sandbox.Offer {
 	n.Helper()
 	if _, err := n.ApplyTemplate(n.Context(), pyKey, pySpec); err != nil {
@@ -231,7 +231,7 @@ func fetchOf(o sandbox.Offer, peers ...string) sandbox.FetchRequest {
 	return r
 }
 
-// wantFetched claims a sandbox of what was fetched.
+// wantFetched claims a sandbox of the fetched snapshot.
 func (n *fetchNode) wantFetched(o sandbox.Offer) {
 	n.Helper()
 	b := n.until(pyKey, over)
@@ -251,7 +251,7 @@ func (n *fetchNode) wantFetched(o sandbox.Offer) {
 	n.wantNothingLeft()
 }
 
-// wantNothingLeft waits until nothing is left of what was fetched.
+// wantNothingLeft waits until all files of a fetch are removed.
 func (n *fetchNode) wantNothingLeft() {
 	n.Helper()
 	for {
@@ -296,15 +296,15 @@ func TestFetchTemplate(t *testing.T) {
 	if got := b.until(other.Key, over); got.Phase != sandbox.PhaseReady || w.sent["a"] != sent+1 { // the state
 		t.Errorf("%+v, %d parts were sent", got, w.sent["a"]-sent)
 	}
-	// What b has fetched it gives to others, until it is deleted.
+	// b gives the fetched snapshot to others, until it is deleted.
 	c := newFetchNode(t, w, "c")
 	sure(c.FetchTemplate(t.Context(), fetchOf(o, "b")))(t)
 	c.wantFetched(o)
 }
 
-// TestFetchGoesOn: where a peer dies in the middle the build says what is missing and is tried
-// again; a daemon that comes after a kill goes on with what is there; other peers can be named
-// meanwhile.
+// TestFetchGoesOn: if a peer dies in the middle, the build names the missing parts and is
+// tried again. The next daemon after a kill continues from the fetched parts. Other peers can
+// be named in the meantime.
 func TestFetchGoesOn(t *testing.T) {
 	w := newWires()
 	a, b := newFetchNode(t, w, "a"), newFetchNode(t, w, "b")
@@ -326,7 +326,7 @@ func TestFetchGoesOn(t *testing.T) {
 	w.mu.Unlock()
 	sure(b.FetchTemplate(t.Context(), fetchOf(o, "a", "c")))(t)
 	b.wantFetched(o)
-	if w.sent["a"]+w.sent["c"] > layerMiB+4 { // state, root, memory, and what was torn
+	if w.sent["a"]+w.sent["c"] > layerMiB+4 { // state, root, memory, and the torn parts
 		t.Errorf("%v parts were sent", w.sent)
 	}
 }
@@ -356,7 +356,7 @@ func TestFetchFails(t *testing.T) {
 	}
 }
 
-// TestFetchPack: what peers do not have comes from a registry.
+// TestFetchPack: parts that peers do not have come from a registry.
 func TestFetchPack(t *testing.T) {
 	w := newWires()
 	a, b := newFetchNode(t, w, "a"), newFetchNode(t, w, "b")
@@ -386,7 +386,7 @@ func TestFetchPack(t *testing.T) {
 	b.wantFetched(o)
 }
 
-// TestFetchRefuses what does not fit, with the difference.
+// TestFetchRefuses: an offer that does not fit is refused, with the difference.
 func TestFetchRefuses(t *testing.T) {
 	w := newWires()
 	a, b := newFetchNode(t, w, "a"), newFetchNode(t, w, "b")
@@ -466,15 +466,15 @@ func TestFetchQuota(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 	full.wantNothingLeft()
-	// Nobody wants it any more.
+	// The fetch is no longer wanted.
 	if err := b.DeleteTemplate(t.Context(), pyKey); err != nil {
 		t.Error(err)
 	}
 	b.wantNothingLeft()
 }
 
-// TestOnlyTemplatesAreOffered: neither a checkpoint nor a hibernated sandbox is there for other
-// nodes, and of a template only what they know the digest of.
+// TestOnlyTemplatesAreOffered: other nodes find neither a checkpoint nor a hibernated sandbox,
+// and of templates only snapshots whose digest they know.
 func TestOnlyTemplatesAreOffered(t *testing.T) {
 	w := newWires()
 	a := newFetchNode(t, w, "a")
@@ -568,8 +568,8 @@ func TestRevisionHasImage(t *testing.T) {
 	}
 }
 
-// TestImageFoundLater: where nobody could tell the image when a template was applied, the build that
-// finds it puts it into the revision, and is that revision's.
+// TestImageFoundLater: if the image was unknown when a template was applied, the build that
+// finds it puts it into the revision, and becomes the build of that revision.
 func TestImageFoundLater(t *testing.T) {
 	w := newWires()
 	a, b := newFetchNode(t, w, "a"), newFetchNode(t, w, "b")
@@ -612,7 +612,8 @@ func TestEarlierRevisions(t *testing.T) {
 	b.wantFetched(o)
 }
 
-// TestSweepFetched: what no build in the journal names is removed when a daemon starts.
+// TestSweepFetched: a daemon that starts removes fetched files that no build in the
+// journal names.
 func TestSweepFetched(t *testing.T) {
 	w := newWires()
 	a := newFetchNode(t, w, "a")
@@ -628,7 +629,8 @@ func TestSweepFetched(t *testing.T) {
 	a.wantNothingLeft()
 }
 
-// TestDrainTellsOfSealed: what holds secrets stays, and the node says how much that is.
+// TestDrainTellsOfSealed: snapshots that hold secrets stay, and the node reports their
+// number.
 func TestDrainTellsOfSealed(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		ctx := sandbox.WithPrincipal(t.Context(), "key:x")

@@ -13,8 +13,8 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// TestDeleteWhileOtherFetches: a template is deleted at once, also while another one is fetching
-// the same snapshot; what that has fetched stays.
+// TestDeleteWhileOtherFetches: a template is deleted at once, even while another one is
+// fetching the same snapshot. The parts that the other has fetched stay.
 func TestDeleteWhileOtherFetches(t *testing.T) {
 	w := newWires()
 	a, b := newFetchNode(t, w, "a"), newFetchNode(t, w, "b")
@@ -108,7 +108,7 @@ func TestDropBeforeBegun(t *testing.T) {
 	b.wantNothingLeft()
 }
 
-// TestWhyNotFetched: what is tried again, and what is not.
+// TestWhyNotFetched: which failures are tried again, and which are not.
 func TestWhyNotFetched(t *testing.T) {
 	other := errors.New("damaged")
 	for _, c := range []struct {

@@ -14,11 +14,12 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Fork makes sandboxes that continue from a running one, all from the same
-// instant, named <fork>-1 to <fork>-n where nothing else is said. One that is paused or
-// hibernated goes on first, and stays so if there is to be a checkpoint, too: that is what the
-// children are made of then. Each child has its own outcome, and the error is that of all,
-// unless the fork is atomic: then all are there, or none.
+// Fork makes sandboxes that continue from a running one, all from the same instant. They are
+// named <fork>-1 to <fork>-n unless the spec names them. A paused or hibernated source is
+// resumed first. If the fork also makes a checkpoint, the source stays as it is, and the
+// children are made from the checkpoint. The failure of one child
+// is in its outcome, and an error means that the whole fork has failed. If the fork is atomic,
+// it makes all children or fails without any.
 func (m *Manager) Fork(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fork, replayed bool, err error) {
 	if r.Spec.Owned() {
 		return m.forkOwned(ctx, r)
@@ -29,14 +30,15 @@ func (m *Manager) Fork(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fo
 	if !replayed {
 		return f, false, err
 	}
-	// An answer that is kept has no resource version.
+	// A kept answer has no resource version.
 	if now, nowErr := m.ForkOf(ctx, f.Key); nowErr == nil && now.Created.Equal(f.Created) {
 		f = now
 	}
 	return f, true, err
 }
 
-// fork is Fork once. asked is that of children with owners.
+// fork is one attempt of Fork. asked has the digests of a request for children
+// with owners.
 func (m *Manager) fork(ctx context.Context, r sandbox.ForkRequest, asked map[string]string, also record[sandbox.Fork]) (f sandbox.Fork, err error) {
 	k, spec := r.Key, r.Spec
 	if err := m.beginMaking(); err != nil {
@@ -94,7 +96,7 @@ func (m *Manager) enlistFork(f sandbox.Fork) error {
 	})
 }
 
-// pendingFork is an error if a fork that is being made was deleted meanwhile.
+// pendingFork fails if a fork was deleted while it was being made.
 func pendingFork(tx *journal.Tx, f sandbox.Fork) error {
 	now, found, err := forks.Get(tx, f.String())
 	if err == nil && (!found || now.SourceID != f.SourceID || !now.Created.Equal(f.Created)) {
@@ -108,14 +110,15 @@ func (m *Manager) forgetFork(f sandbox.Fork) error {
 	return m.db.Update(func(tx *journal.Tx) error {
 		err := pendingFork(tx, f)
 		if sandbox.HasCode(err, sandbox.CodeConflict) {
-			return nil // the name may be another's
+			return nil // another fork may have the name by now
 		}
 		return errors.Join(err, forks.Delete(tx, f.String()))
 	})
 }
 
-// forkMember forks a sandbox whose turn it is. The children that were made, and what was
-// answered, are in the journal in one transaction: whoever has no answer has no children.
+// forkMember forks a sandbox; the caller has its turn. One transaction writes the
+// children that were made and the answer to the journal. So without an answer there are
+// no children.
 func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, spec sandbox.ForkSpec, also record[sandbox.Fork]) (err error) {
 	last := b.now()
 	capture, err := b.beginCapture()
@@ -126,7 +129,8 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, sp
 	if err != nil {
 		return errors.Join(err, b.endCapture(last.Live, nil))
 	}
-	// What the fork has left in memory is that, until it is known to be less.
+	// The fork's leftover in memory counts in full until its real size is
+	// known.
 	held := append(slices.Clone(last.Live), capture)
 	committed := false
 	defer func() {
@@ -183,8 +187,8 @@ func (m *Manager) forkMember(ctx context.Context, b *member, f *sandbox.Fork, sp
 	return nil
 }
 
-// enlistChildren takes what the children of a fork need before they are made, and returns those
-// that have it, with why the first of the others has not.
+// enlistChildren reserves the resources of a fork's children before they are made. It returns
+// the children that got theirs, and the error of the first that did not.
 func (m *Manager) enlistChildren(source sandbox.Sandbox, egress sandbox.Egress, f *sandbox.Fork, spec sandbox.ForkSpec) (children []*child, refused error) {
 	f.Children = make([]sandbox.ForkOutcome, f.Replicas)
 	for i := range f.Children {
@@ -203,8 +207,8 @@ func (m *Manager) enlistChildren(source sandbox.Sandbox, egress sandbox.Egress, 
 	return children, refused
 }
 
-// connectChildren connects the children whose machines were made, and returns those that are
-// there, with why the first of the others is not.
+// connectChildren connects the children whose machines were made. It returns those that are
+// connected, and the error of the first that is not.
 func (m *Manager) connectChildren(ctx context.Context, children []*child, live *engine.LiveFork, lineage *sandbox.Lineage) (made []*child, failed error) {
 	for i, c := range children {
 		if live.Errs[i] == nil {
@@ -222,8 +226,8 @@ func (m *Manager) connectChildren(ctx context.Context, children []*child, live *
 	return made, failed
 }
 
-// settleFork says what came of a fork. One that is atomic and lacks a child has failed, and
-// nothing is left of it.
+// settleFork decides the outcome of a fork. An atomic fork that lacks a child has failed,
+// and all its children are removed.
 func (m *Manager) settleFork(f *sandbox.Fork, spec sandbox.ForkSpec, made []*child, failed error) error {
 	if f.Phase = sandbox.PhaseReady; len(made) < len(f.Children) {
 		f.Phase = sandbox.PhaseFailed
@@ -235,8 +239,8 @@ func (m *Manager) settleFork(f *sandbox.Fork, spec sandbox.ForkSpec, made []*chi
 	return nil
 }
 
-// commitFork writes what came of a fork, with the children that were made and what their
-// source holds from now on.
+// commitFork writes the outcome of a fork, with the children that were made and the
+// memory that their source holds from now on.
 func (m *Manager) commitFork(b *member, held []sandbox.Held, f *sandbox.Fork, made []*child, also record[sandbox.Fork]) error {
 	records := make([]sandbox.Sandbox, len(made))
 	if err := b.endCapture(held, func(tx *journal.Tx, _ sandbox.Sandbox) error {
@@ -266,19 +270,19 @@ func (m *Manager) commitFork(b *member, held []sandbox.Held, f *sandbox.Fork, ma
 	return nil
 }
 
-// child is a fork in the making.
+// child is a sandbox that a fork is making.
 type child struct {
 	*member
 	out     *sandbox.ForkOutcome
 	machine sandbox.ID
 	memory  uint64
 	layers  []sandbox.Held
-	// live and connected are those of a child that was made.
+	// live and connected are set once the child's machine was made.
 	live      []sandbox.Held
 	connected engine.Sandbox
 }
 
-// enlistChild takes what a child needs before it is made.
+// enlistChild reserves the resources of a child before it is made.
 func (m *Manager) enlistChild(source sandbox.Sandbox, egress sandbox.Egress, fork sandbox.Name, want sandbox.ForkChild, out *sandbox.ForkOutcome) (*child, error) {
 	if err := m.mayHave(source.Namespace, want.Owner); err != nil {
 		return nil, err
@@ -301,7 +305,7 @@ func (m *Manager) enlistChild(source sandbox.Sandbox, egress sandbox.Egress, for
 	return c, nil
 }
 
-// connect takes a machine for the child, and what was captured for it.
+// connect gives the child its machine, and the memory that was captured for it.
 func (c *child) connect(ctx context.Context, m *Manager, sb engine.Sandbox, live []sandbox.Held, lineage *sandbox.Lineage) error {
 	connected, err := m.joinMember(ctx, c.now(), c.machine, sb, lineage)
 	if err != nil {
@@ -312,7 +316,7 @@ func (c *child) connect(ctx context.Context, m *Manager, sb engine.Sandbox, live
 	return nil
 }
 
-// running is the record of a child that was made.
+// running returns the record of a child whose machine was made.
 func (c *child) running() sandbox.Sandbox {
 	s := c.now()
 	s.State, s.Machine, s.Boot = sandbox.Running, c.machine, c.manager.cfg.Boot
@@ -338,8 +342,8 @@ func (m *Manager) dropChildren(all []*child) {
 	}
 }
 
-// dropChild drops one of which the caller says more than that there is something left of
-// it, which the next daemon removes.
+// dropChild drops a child whose caller returns a more important error. If the drop
+// fails, it is only logged; the next daemon removes the rest.
 func (m *Manager) dropChild(c *child) {
 	if err := c.drop(m); err != nil {
 		m.cfg.Log.Error("remove what is left of a child of a fork", "sandbox", c.id, "error", err)

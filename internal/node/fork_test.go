@@ -13,8 +13,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// TestForkAgain: a fork whose daemon was killed before it was answered is made again when
-// it is asked for again, with all of its children, and what was there of it has ended.
+// TestForkAgain: if the daemon was killed before it answered a fork, a repeated request
+// makes the fork again with all of its children, and earlier remains have ended.
 func TestForkAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)
@@ -106,7 +106,7 @@ func TestDeleteForkBeingMade(t *testing.T) {
 	})
 }
 
-// wantNoFork: nothing is there of the fork "try" of the only sandbox.
+// wantNoFork checks that the fork "try" of the only sandbox has left no trace.
 func wantNoFork(t *testing.T, m *Manager, h *nodetest.Host) {
 	t.Helper()
 	if _, err := m.ForkOf(t.Context(), key("try")); !sandbox.HasCode(err, sandbox.CodeNotFound) {
@@ -135,8 +135,8 @@ func TestForkOfTaken(t *testing.T) {
 	})
 }
 
-// TestForksAreForgotten: a fork is remembered while a child of it lives, and for a day; of
-// those that have none left a namespace has so many and no more.
+// TestForksAreForgotten: a fork is remembered while a child of it lives, and for a day.
+// The number of a namespace's forks without living children is bounded.
 func TestForksAreForgotten(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
 		claim(t, m, "a", sandbox.Lifetime{})

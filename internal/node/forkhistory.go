@@ -10,21 +10,22 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// A fork is remembered for as long as one of its children lives, and keptForks after it was
-// made, as what it was answered with. Of forks that have no child left each namespace has at
-// most historyForks, with forkChildren together.
+// A fork is remembered while one of its children lives, and for keptForks after it was made,
+// as long as its answer. Each namespace keeps at most historyForks forks without living
+// children, with forkChildren children together.
 const (
 	keptForks    = keepAnswers
 	historyForks = 1000
 	forkChildren = 20_000
-	// forksEvery is how often forks are forgotten, and forksAfter after how many new ones.
+	// forksEvery is how often forks are forgotten, and forksAfter after how many new
+	// forks.
 	forksEvery = time.Hour
 	forksAfter = 250
-	// A transaction looks at so many forks, or forgets so many.
+	// forksStep is how many forks one transaction reads or forgets.
 	forksStep = 128
 )
 
-// forgetForks forgets forks, and owners that are over, from time to time.
+// forgetForks forgets forks and expired records of owners, from time to time.
 func (m *Manager) forgetForks() {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
@@ -56,7 +57,7 @@ func (m *Manager) noteFork() {
 	}
 }
 
-// pastFork is a fork that has no child left.
+// pastFork is a fork without living children.
 type pastFork struct {
 	key      string
 	created  time.Time
@@ -93,7 +94,7 @@ func (m *Manager) forgetOldForks(now time.Time) error {
 			var errs []error
 			for _, p := range step {
 				f, found, err := forks.Get(tx, p.key)
-				if found && f.Created.Equal(p.created) { // else it is a new one
+				if found && f.Created.Equal(p.created) { // otherwise it is a new fork
 					err = forks.Delete(tx, p.key)
 				}
 				errs = append(errs, err)
@@ -107,14 +108,14 @@ func (m *Manager) forgetOldForks(now time.Time) error {
 	return nil
 }
 
-// anyLives reports whether a child of a fork has not ended.
+// anyLives reports whether a child of a fork still lives.
 func (m *Manager) anyLives(f sandbox.Fork) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return slices.ContainsFunc(f.Children, func(c sandbox.ForkOutcome) bool { return c.ID != "" && m.roster.byID[c.ID] != nil })
 }
 
-// surplusForks are those forks of a namespace that are forgotten.
+// surplusForks returns the forks of a namespace to forget.
 func surplusForks(all []pastFork, now time.Time) (old []pastFork) {
 	slices.SortFunc(all, func(a, b pastFork) int { return cmp.Or(b.created.Compare(a.created), cmp.Compare(a.key, b.key)) })
 	children := 0
@@ -126,10 +127,10 @@ func surplusForks(all []pastFork, now time.Time) (old []pastFork) {
 	return old
 }
 
-// cutOff are forks that never had an answer.
+// cutOff are forks whose request was never answered.
 type cutOff map[sandbox.Key]sandbox.Fork
 
-// settleForks forgets them.
+// settleForks forgets such forks, and returns them.
 func settleForks(tx *journal.Tx) (cutOff, error) {
 	unfinished := cutOff{}
 	err := forks.Each(tx, "", func(_ string, f sandbox.Fork) error {
@@ -144,8 +145,9 @@ func settleForks(tx *journal.Tx) (cutOff, error) {
 	return unfinished, err
 }
 
-// end ends a child of such a fork: whoever asks for the fork again gets all of its children,
-// under the same names. One that somebody has hibernated meanwhile is his.
+// end ends a child of such a fork: a repeated request for the fork gets all of its children,
+// under the same names. A child that was hibernated in the meantime stays, because a user
+// knows it.
 func (c cutOff) end(s *sandbox.Sandbox, now time.Time) {
 	f, ok := c[sandbox.Key{Namespace: s.Namespace, Name: s.Fork}]
 	if !ok || s.Parent != f.SourceID || s.Created.Before(f.Created) {

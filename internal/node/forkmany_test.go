@@ -103,8 +103,8 @@ func TestForkOfManyInTheMaking(t *testing.T) {
 	})
 }
 
-// TestForkAtomic: where one child cannot be made there is none, of whichever step that comes; and
-// where the fork is not atomic, the others are.
+// TestForkAtomic: if one child fails at any step, an atomic fork makes no children, and any
+// other fork makes the rest.
 func TestForkAtomic(t *testing.T) {
 	for name, trouble := range map[string]struct {
 		prepare func(*testing.T, *Manager, *nodetest.Host)

@@ -9,12 +9,12 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// forkOwned is Fork of children with owners: one that comes again has the fork that there is.
+// forkOwned is Fork for children with owners: a repeated request gets the existing fork.
 func (m *Manager) forkOwned(ctx context.Context, r sandbox.ForkRequest) (f sandbox.Fork, replayed bool, err error) {
 	if err := m.begin(); err != nil {
 		return f, false, err
 	}
-	// A turn each, in an order that is the same for all.
+	// One turn each, taken in the same order by all calls.
 	turns := []string{"fork " + r.Key.String()}
 	for _, c := range r.Spec.Children {
 		if err := sandbox.MayGive(ctx, c.Owner); err != nil {
@@ -49,8 +49,8 @@ func (m *Manager) forkOwned(ctx context.Context, r sandbox.ForkRequest) (f sandb
 	case err != nil:
 		return f, false, err
 	case !found || f.Asked == nil || f.Phase == sandbox.PhasePending:
-		// A name is taken by a fork without owners, and by one that could neither be made
-		// nor forgotten.
+		// fork refuses the name if a fork without owners has it, or one that could
+		// neither be made nor forgotten.
 		f, err = m.fork(ctx, r, asked, nil)
 		return f, false, err
 	}
@@ -61,7 +61,8 @@ func (m *Manager) forkOwned(ctx context.Context, r sandbox.ForkRequest) (f sandb
 	return f, true, nil
 }
 
-// askedByFork has a digest of each field of a fork of children with owners, but for their tokens.
+// askedByFork returns a digest of each field of a fork of children with owners, except for
+// their tokens.
 func askedByFork(r sandbox.ForkRequest) (map[string]string, error) {
 	type child struct {
 		Name  sandbox.Name
@@ -82,12 +83,14 @@ func askedByFork(r sandbox.ForkRequest) (map[string]string, error) {
 	return digests(fields)
 }
 
-// askedOfChild is what a claim of a child's owner is compared with: no claim is the same.
+// askedOfChild is the record that a claim of a child's owner is compared with. It equals
+// that of no claim.
 func askedOfChild(f sandbox.Fork, name sandbox.Name) (map[string]string, error) {
 	return digests(map[string]any{"name": name, "fork": f.Name})
 }
 
-// mayHave refuses another sandbox of an owner that has one; the caller has its turn.
+// mayHave refuses another sandbox for an owner that has one. The caller has the
+// owner's turn.
 func (m *Manager) mayHave(n sandbox.Namespace, owner sandbox.UID) error {
 	if owner == "" {
 		return nil

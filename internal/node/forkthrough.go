@@ -12,9 +12,9 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// forkThrough forks a sandbox whose turn it is, and makes a checkpoint of the same instant: the
-// children are made of that, which takes longer than a live fork. The sandbox stays what it is.
-// All that was made is in the journal in one transaction.
+// forkThrough forks a sandbox, and makes a checkpoint of the same instant; the caller has the
+// sandbox's turn. The children are made of the checkpoint, which takes longer than a live fork.
+// The sandbox keeps its state. One transaction writes everything that was made to the journal.
 func (m *Manager) forkThrough(ctx context.Context, b *member, f *sandbox.Fork, spec sandbox.ForkSpec, also record[sandbox.Fork]) (err error) {
 	last := b.now()
 	egress, err := last.Egress.Narrowed(spec.NetworkPolicy)
@@ -45,7 +45,7 @@ func (m *Manager) forkThrough(ctx context.Context, b *member, f *sandbox.Fork, s
 	}
 	defer func() { _ = snap.Close() }() // only read
 	source := last
-	source.Layers, egress.Lineage = held, nil // they are the children's from now on
+	source.Layers, egress.Lineage = held, nil // they belong to the children from now on
 	children, refused := m.enlistChildren(source, egress, f, spec)
 	if len(children) == 0 || refused != nil && spec.Atomic {
 		m.dropChildren(children)
@@ -73,7 +73,7 @@ func (m *Manager) forkThrough(ctx context.Context, b *member, f *sandbox.Fork, s
 	return nil
 }
 
-// storeForFork writes the checkpoint of a fork. What that takes in memory is given back before the
+// storeForFork writes the checkpoint of a fork. It gives back the memory for that before the
 // children are made.
 func (m *Manager) storeForFork(ctx context.Context, b *member, k sandbox.Key) (sandbox.Checkpoint, error) {
 	done, err := m.beginCheckpoint(ctx, b)
@@ -85,7 +85,8 @@ func (m *Manager) storeForFork(ctx context.Context, b *member, k sandbox.Key) (s
 	return c.Checkpoint, err
 }
 
-// restoreChildren makes the machines of children, each in its turn, of one snapshot.
+// restoreChildren makes the machines of children from one snapshot, each in its
+// turn.
 func (m *Manager) restoreChildren(ctx context.Context, snap *snapshot.Snapshot, children []*child, source sandbox.Sandbox) *engine.LiveFork {
 	out := &engine.LiveFork{Forks: make([]engine.Sandbox, len(children)), Errs: make([]error, len(children))}
 	var all sync.WaitGroup

@@ -39,9 +39,9 @@ func second[T any](_ T, err error) error { return err }
 
 func third[T, U any](_ T, _ U, err error) error { return err }
 
-// TestHibernationFrees: what is hibernated has nothing in memory, at no step more
-// is in memory than is reserved, and whoever wakes reserves what it was written
-// to, however often, and also after a crash of the daemon.
+// TestHibernationFrees: a hibernated sandbox has nothing in memory. At no step is
+// more in memory than is reserved. Waking reserves the memory that was written,
+// any number of times, and also after a crash of the daemon.
 func TestHibernationFrees(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)
@@ -223,8 +223,8 @@ func TestTemplatesAreCharged(t *testing.T) {
 	})
 }
 
-// TestStorageQuota: what hibernated sandboxes and checkpoints take on disk counts,
-// and what is beyond the quota is refused and changes nothing.
+// TestStorageQuota: the bytes of hibernated sandboxes and checkpoints on disk
+// count. Storage beyond the quota is refused and changes nothing.
 func TestStorageQuota(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)

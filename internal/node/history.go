@@ -16,8 +16,8 @@ var ended = journal.Collection[sandbox.Sandbox]("ended")
 
 func endedKey(s sandbox.Sandbox) string { return string(s.Namespace) + "/" + s.Position() }
 
-// How much is remembered of sandboxes that have ended: of a namespace so many and so
-// many bytes, and of all so many bytes. Each end forgets at most forgetStep.
+// These bound the history of ended sandboxes: its records and bytes per namespace,
+// and its bytes in total. Each end forgets at most forgetStep.
 const (
 	historyRecords = 1000
 	historyBytes   = 4 << 20
@@ -36,10 +36,10 @@ type history struct {
 type past struct {
 	order []end // the first end first
 	bytes int
-	last  map[sandbox.Name]sandbox.ID // that ended last under a name
+	last  map[sandbox.Name]sandbox.ID // the last to end under each name
 }
 
-// end is a sandbox that has ended, as far as it is in memory.
+// end is the part of an ended sandbox that is kept in memory.
 type end struct {
 	sandbox.Key
 	id    sandbox.ID
@@ -48,8 +48,8 @@ type end struct {
 
 func (e end) String() string { return e.Key.String() + "/" + string(e.id) }
 
-// write puts the record of a sandbox to where it belongs. One that has ended moves, and
-// those go that ended too long before.
+// write writes the record of a sandbox to its collection. If the sandbox has ended, it
+// moves its record, and forgets the oldest ones beyond the bounds.
 func (m *Manager) write(tx *journal.Tx, s *sandbox.Sandbox) (done func(), err error) {
 	if s.State != sandbox.Ended {
 		return func() {}, sandboxes.Write(tx, string(s.ID), s)
@@ -63,12 +63,12 @@ func (m *Manager) write(tx *journal.Tx, s *sandbox.Sandbox) (done func(), err er
 	return func() { m.history.add(e, old) }, err
 }
 
-// writeEnded moves a sandbox that has ended.
+// writeEnded moves the record of a sandbox that has ended.
 func writeEnded(tx *journal.Tx, s *sandbox.Sandbox) error {
 	return errors.Join(sandboxes.Delete(tx, string(s.ID)), ended.Write(tx, endedKey(*s), s), endOwner(tx, *s))
 }
 
-// surplus are the ends to forget when there is one more.
+// surplus returns the ends to forget when next is added.
 func (h *history) surplus(next end) (out []end) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -87,7 +87,7 @@ func (h *history) surplus(next end) (out []end) {
 	if total <= historyTotal {
 		return out
 	}
-	// Whoever has most gives.
+	// The namespace with the most bytes forgets.
 	most := p
 	for _, other := range h.spaces {
 		if other.bytes > most.bytes {
@@ -108,7 +108,7 @@ func (h *history) surplus(next end) (out []end) {
 	return out
 }
 
-// add notes an end, and that others were forgotten.
+// add adds an end, and removes the forgotten ones.
 func (h *history) add(next end, forgotten []end) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -129,8 +129,8 @@ func (h *history) add(next end, forgotten []end) {
 	}
 }
 
-// forget is called with the mutex. Two ends that were committed together may have
-// forgotten the same.
+// forget removes an end; the caller holds the mutex. Two ends that were committed
+// together may have forgotten the same one.
 func (h *history) forget(e end) {
 	p := h.spaces[e.Namespace]
 	if p == nil {
@@ -153,7 +153,7 @@ func (h *history) forget(e end) {
 	}
 }
 
-// lastOf is the sandbox that ended last under a name, if it is remembered.
+// lastOf returns the sandbox that ended last under a name, if it is remembered.
 func (h *history) lastOf(k sandbox.Key) (end, bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -164,7 +164,7 @@ func (h *history) lastOf(k sandbox.Key) (end, bool) {
 	return end{}, false
 }
 
-// recoverHistory reads from the journal what has ended.
+// recoverHistory reads the ended sandboxes from the journal.
 func (m *Manager) recoverHistory() error {
 	type dated struct {
 		end

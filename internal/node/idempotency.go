@@ -8,16 +8,16 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// request is one that is being served.
+// request is a request that is being served.
 type request struct {
 	body string
 	done chan struct{}
-	// serving is set once it is known that it was not done before. The manager's mutex
-	// protects it.
+	// serving is set once it is known that the request was not done before. The
+	// manager's mutex protects it.
 	serving bool
 }
 
-// record writes what else belongs into the transaction that makes an object.
+// record adds further writes to the transaction that makes an object.
 type record[T any] func(*journal.Tx, T) error
 
 func (r record[T]) write(tx *journal.Tx, object T) error {
@@ -27,8 +27,8 @@ func (r record[T]) write(tx *journal.Tx, object T) error {
 	return r(tx, object)
 }
 
-// doOnce makes an object as a request asks. If the request came before and was done,
-// replayed is set and the object is as it was then.
+// doOnce makes an object for a request. If the same request has succeeded before, it
+// returns the object of that time, and sets replayed.
 func doOnce[T any](ctx context.Context, m *Manager, once *sandbox.Once, in func(*keptAnswer) **T, do func(record[T]) (T, error)) (made T, replayed bool, err error) {
 	if once == nil {
 		made, err = do(nil)
@@ -48,8 +48,8 @@ func doOnce[T any](ctx context.Context, m *Manager, once *sandbox.Once, in func(
 	return made, false, err
 }
 
-// serveOnce does a request, or returns what came of it before. While the same one
-// is being served it waits: if that fails, this one is tried.
+// serveOnce runs a request, or returns its earlier answer. While the same request
+// is being served, it waits; if that one fails, it runs this one.
 func (m *Manager) serveOnce(ctx context.Context, once sandbox.Once, do func() error) (*keptAnswer, error) {
 	for {
 		before, other, err := m.beginRequest(once)
@@ -73,13 +73,14 @@ func (m *Manager) serveOnce(ctx context.Context, once sandbox.Once, do func() er
 }
 
 // beginRequest makes the request the caller's, unless it was done before or
-// another caller does it. Whoever comes while the journal is read waits for that.
+// another caller runs it. Calls that come while the journal is read wait for
+// that.
 func (m *Manager) beginRequest(once sandbox.Once) (*keptAnswer, *request, error) {
 	m.mu.Lock()
 	if other := m.requests[once.Key]; other != nil {
 		defer m.mu.Unlock()
 		if !other.serving {
-			return nil, other, nil // it may differ from the one that was done before, and this one not
+			return nil, other, nil // unlike this one, the other may differ from the request that was done before
 		}
 		return nil, other, once.Check(other.body)
 	}

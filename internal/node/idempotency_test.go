@@ -98,8 +98,8 @@ func TestOnceAtOnce(t *testing.T) {
 	})
 }
 
-// TestOnceCrash: at every step of a claim and a fork at which a daemon may be
-// killed, either the answer and what it names are there, or neither.
+// TestOnceCrash: the daemon is killed at every step of a claim and a fork.
+// Afterwards either the answer and its objects are there, or neither.
 func TestOnceCrash(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h := nodetest.NewHost(t)
@@ -149,7 +149,7 @@ func TestOnceCrash(t *testing.T) {
 	})
 }
 
-// TestOnceAfterTheEnd: a claim that comes again is answered with what its sandbox is by now.
+// TestOnceAfterTheEnd: a repeated claim returns the present state of its sandbox.
 func TestOnceAfterTheEnd(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		r := sandbox.ClaimRequest{Key: key("a"), Spec: sandbox.ClaimSpec{Pool: "pool"}, Once: new(sandbox.NewOnce("me", "claim", "k", []byte("body")))}

@@ -7,20 +7,23 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// ImageStore has the images that templates are made of.
+// ImageStore stores the images that templates are made of.
 type ImageStore interface {
-	// Images are those that a namespace may use, after a digest and sorted by it.
+	// Images returns the images that a namespace may use, sorted by digest,
+	// beginning after the digest of the page.
 	Images(n sandbox.Namespace, p sandbox.Page) ([]sandbox.Image, error)
 	Publish(ctx context.Context, r sandbox.PublishRequest) (sandbox.Image, error)
 	Unpublish(ctx context.Context, image string) error
-	// Digests are those of the first images that are on the node, of all namespaces, sorted.
+	// Digests returns the digests of the first images on the node, of all namespaces,
+	// sorted.
 	Digests(most int) ([]string, error)
 }
 
-// shownImages is how many images a node's status names: it is sent with each change.
+// shownImages bounds how many images a node's status names: the status is sent with
+// each change.
 const shownImages = 1000
 
-// imageDigests are the digests in a node's status.
+// imageDigests returns the digests for the node's status.
 func (m *Manager) imageDigests() ([]string, error) {
 	if m.cfg.Images == nil {
 		return nil, nil
@@ -28,7 +31,7 @@ func (m *Manager) imageDigests() ([]string, error) {
 	return m.cfg.Images.Digests(shownImages)
 }
 
-// images is where images are, or says that nothing is known of them.
+// images returns the store of images, or an error if the daemon has no store.
 func (m *Manager) images() (ImageStore, error) {
 	if m.cfg.Images == nil {
 		return nil, sandbox.Errorf(sandbox.CodeUnimplemented, "this daemon does not list or publish images")
@@ -54,7 +57,7 @@ func (m *Manager) PublishImage(ctx context.Context, r sandbox.PublishRequest) (s
 	if err := r.Validate(); err != nil {
 		return sandbox.Image{}, err
 	}
-	m.imageTurn.Lock() // it does not go meanwhile
+	m.imageTurn.Lock() // the image cannot be removed meanwhile
 	defer m.imageTurn.Unlock()
 	img, err := images.Publish(ctx, r)
 	if err == nil { // a request's body is not in the audit log
@@ -63,8 +66,9 @@ func (m *Manager) PublishImage(ctx context.Context, r sandbox.PublishRequest) (s
 	return img, err
 }
 
-// UnpublishImage ends that: by a name that one goes, by its digest all of them do.
-// Namespaces that have pulled the image keep it, and so do snapshots of templates.
+// UnpublishImage ends the publication of an image: of one name, or with a digest
+// of all its names. Namespaces that have pulled the image keep it, and so do
+// snapshots of templates.
 func (m *Manager) UnpublishImage(ctx context.Context, image string) error {
 	images, err := m.images()
 	if err := errors.Join(err, m.begin(), sandbox.ValidImageName("image", image)); err != nil {
@@ -79,8 +83,8 @@ func (m *Manager) UnpublishImage(ctx context.Context, image string) error {
 	return nil
 }
 
-// SetRegistryLogin gives a namespace credentials for a registry, in place of those that it
-// had. Builds that begin later use them.
+// SetRegistryLogin gives a namespace credentials for a registry, and replaces earlier
+// ones. Builds that begin later use them.
 func (m *Manager) SetRegistryLogin(_ context.Context, n sandbox.Namespace, registry sandbox.RegistryHost, c sandbox.RegistryCredentials) (sandbox.RegistryLogin, error) {
 	if err := m.beginMaking(); err != nil {
 		return sandbox.RegistryLogin{}, err
@@ -92,7 +96,7 @@ func (m *Manager) SetRegistryLogin(_ context.Context, n sandbox.Namespace, regis
 }
 
 // DeleteRegistryLogin deletes the credentials of a namespace for a registry. Images that
-// were pulled with them stay the namespace's for as long as templates name them.
+// were pulled with them stay with the namespace as long as its templates name them.
 func (m *Manager) DeleteRegistryLogin(_ context.Context, n sandbox.Namespace, registry sandbox.RegistryHost) error {
 	if err := m.begin(); err != nil {
 		return err
@@ -100,7 +104,7 @@ func (m *Manager) DeleteRegistryLogin(_ context.Context, n sandbox.Namespace, re
 	return m.logins.remove(n, registry)
 }
 
-// RegistryLogins lists the registries that a namespace has credentials for.
+// RegistryLogins lists the registries for which a namespace has credentials.
 func (m *Manager) RegistryLogins(_ context.Context, n sandbox.Namespace, p sandbox.Page) (out []sandbox.RegistryLogin, _ error) {
 	for _, l := range m.logins.list(n) {
 		if string(l.Registry) > p.After {

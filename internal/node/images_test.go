@@ -36,9 +36,9 @@ func (b *asking) Build(_ context.Context, req BuildRequest) (sandbox.Built, erro
 	return sandbox.Built{}, fmt.Errorf("image x: %w", hiding{})
 }
 
-// TestRegistryLogins: builds get the credentials of their namespace, which the next daemon
-// has, too; on disk they are sealed, and in the log they are not. What a failed build leaves
-// out of its problem is for admins.
+// TestRegistryLogins: builds get the credentials of their namespace, and the next daemon has
+// them, too. They are sealed on disk, and never in the log. Details that a failed build
+// leaves out of its problem are for admins.
 func TestRegistryLogins(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h, b := t.TempDir(), nodetest.NewHost(t), &asking{}

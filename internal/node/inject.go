@@ -15,18 +15,19 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// injections are the machines whose requests get values put in, so that a change of a value
+// injections lists the machines whose requests get values put in, so that a changed value
 // reaches each of them.
 type injections struct {
-	// joining is held for reading from when values are read until the machine is in all, and
-	// for writing while values change: no machine is joined with a value of before.
+	// joining is held for reading from the time when values are read until the machine is in
+	// all. It is held for writing while values change. So no machine is joined with an old
+	// value.
 	joining sync.RWMutex
 
 	mu  sync.Mutex // protects all
 	all map[*joined]injected
 }
 
-// injected is what the requests of a machine get.
+// injected says which values the requests of a machine get.
 type injected struct {
 	namespace sandbox.Namespace
 	secrets   []sandbox.SecretRef
@@ -48,7 +49,7 @@ func (i *injections) remove(j *joined) {
 	delete(i.all, j)
 }
 
-// of are those that a change concerns.
+// of returns the machines that a change concerns.
 func (i *injections) of(concerns func(injected) bool) map[*joined]injected {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -61,8 +62,9 @@ func (i *injections) of(concerns func(injected) bool) map[*joined]injected {
 	return out
 }
 
-// hosts are the hosts whose requests get values, with the values of now. What is missing is
-// a problem of that host or value, for which its requests are refused.
+// hosts returns the hosts whose requests get values, with the current values. A missing
+// value or certificate becomes a problem of that value or host, and its requests are
+// refused.
 func (m *Manager) hosts(what injected) []inject.Host {
 	byName := map[policy.Name]*inject.Host{}
 	var names []policy.Name
@@ -72,7 +74,7 @@ func (m *Manager) hosts(what injected) []inject.Host {
 		}
 		name, err := r.Inject.HostName()
 		if err != nil {
-			m.cfg.Log.Error("an injected secret names no host", "secret", r.Secret, "error", err) // it was checked when it was claimed
+			m.cfg.Log.Error("an injected secret names no host", "secret", r.Secret, "error", err) // it was checked by the claim
 			continue
 		}
 		h := byName[name]
@@ -90,7 +92,8 @@ func (m *Manager) hosts(what injected) []inject.Host {
 	return out
 }
 
-// host is one with a certificate, or with the reason why it has none.
+// host returns a host with a certificate, or with the reason why it has no
+// certificate.
 func (m *Manager) host(what injected, name policy.Name) *inject.Host {
 	h := &inject.Host{Name: name}
 	ca, problem := m.trustedCA(what.namespace, what.trusted, "the sandbox")
@@ -104,7 +107,7 @@ func (m *Manager) host(what injected, name policy.Name) *inject.Host {
 	return h
 }
 
-// credential is a value with its place.
+// credential returns a value and its place in requests.
 func (m *Manager) credential(n sandbox.Namespace, r sandbox.SecretRef) inject.Credential {
 	c := inject.Credential{
 		Secret: string(r.Secret) + "/" + r.Key, Header: r.Inject.Header, Format: r.Inject.FormatOrSlot(), Placeholder: r.Placeholder(),
@@ -120,7 +123,7 @@ func (m *Manager) credential(n sandbox.Namespace, r sandbox.SecretRef) inject.Cr
 	return c
 }
 
-// problemOf is an error as a network gets it.
+// problemOf returns an error in the form for networks.
 func problemOf(err error) string {
 	const most = 500
 	if err == nil {
@@ -129,7 +132,8 @@ func problemOf(err error) string {
 	return err.Error()[:min(len(err.Error()), most)]
 }
 
-// trustedCA is the CA of a namespace, if it is the one that who, a sandbox or a template, trusts.
+// trustedCA returns the CA of a namespace, if it is the one that the sandbox or template of the
+// name who trusts.
 func (m *Manager) trustedCA(n sandbox.Namespace, trusted, who string) (namespaceCA, error) {
 	ca, ok := m.authorities.get(n)
 	switch {
@@ -184,7 +188,8 @@ func (m *Manager) checkInject(n sandbox.Namespace, from *stock, refs []sandbox.S
 	return nil
 }
 
-// noteInject writes down which values the requests of a sandbox get, never a value.
+// noteInject logs which secrets the requests of a sandbox get. It never logs their
+// values.
 func (m *Manager) noteInject(ctx context.Context, s sandbox.Sandbox) {
 	for _, r := range s.Secrets {
 		if r.Inject != nil {
@@ -194,8 +199,8 @@ func (m *Manager) noteInject(ctx context.Context, s sandbox.Sandbox) {
 	}
 }
 
-// refresh tells the network the values and certificates of now, of the machines that a change
-// concerns. The caller holds injections.joining.
+// refresh sends the network the current values and certificates for the machines that a
+// change concerns. The caller holds injections.joining.
 func (m *Manager) refresh(ctx context.Context, concerns func(injected) bool) error {
 	var errs []error
 	for j, what := range m.injections.of(concerns) {
@@ -207,7 +212,7 @@ func (m *Manager) refresh(ctx context.Context, concerns func(injected) bool) err
 	return errors.Join(errs...)
 }
 
-// changeSecret changes a secret, and what requests get of it.
+// changeSecret changes a secret, and updates the requests that get it.
 func (m *Manager) changeSecret(ctx context.Context, k sandbox.Key, do func(old *secretRecord) (*secretRecord, error)) (sandbox.Secret, error) {
 	m.injections.joining.Lock()
 	defer m.injections.joining.Unlock()
@@ -224,7 +229,7 @@ func (m *Manager) changeSecret(ctx context.Context, k sandbox.Key, do func(old *
 	return s, nil
 }
 
-// NamespaceCA is the CA that sandboxes of a namespace can trust.
+// NamespaceCA returns the CA that sandboxes of a namespace can trust.
 func (m *Manager) NamespaceCA(_ context.Context, n sandbox.Namespace) (sandbox.NamespaceCA, error) {
 	ca, ok := m.authorities.get(n)
 	if !ok {
@@ -234,8 +239,9 @@ func (m *Manager) NamespaceCA(_ context.Context, n sandbox.Namespace) (sandbox.N
 	return ca.public(n), nil
 }
 
-// SetNamespaceCA gives a namespace another CA. Templates that trust it are built again;
-// requests of sandboxes that trust an earlier one are refused if they ask for values.
+// SetNamespaceCA gives a namespace another CA. Templates that trust the CA are built
+// again. Sandboxes that trust an earlier CA keep it, and their requests for values are
+// refused.
 func (m *Manager) SetNamespaceCA(ctx context.Context, n sandbox.Namespace, spec sandbox.CASpec) (sandbox.NamespaceCA, error) {
 	if err := m.begin(); err != nil {
 		return sandbox.NamespaceCA{}, err
@@ -264,7 +270,7 @@ func (m *Manager) replaceCA(ctx context.Context, n sandbox.Namespace, spec sandb
 	return ca, nil
 }
 
-// rebuildTrusting makes new revisions of the templates that have a CA in them.
+// rebuildTrusting makes new revisions of the templates that contain a CA.
 func (m *Manager) rebuildTrusting(ctx context.Context, n sandbox.Namespace) error {
 	var trusting []sandbox.Template
 	err := m.db.View(func(tx *journal.Tx) error {
@@ -277,13 +283,14 @@ func (m *Manager) rebuildTrusting(ctx context.Context, n sandbox.Namespace) erro
 	})
 	slices.SortFunc(trusting, func(a, b sandbox.Template) int { return cmp.Compare(a.Name, b.Name) })
 	for _, t := range trusting {
-		_, applied := m.ApplyTemplate(sandbox.WithOwning(ctx), t.Key, t.Spec) // no more than its CA changes
+		_, applied := m.ApplyTemplate(sandbox.WithOwning(ctx), t.Key, t.Spec) // only the CA changes
 		err = errors.Join(err, applied)
 	}
 	return err
 }
 
-// templateCA is the CA that a template's sandboxes are to trust; the zero CA is none.
+// templateCA returns the CA that a template's sandboxes have to trust, or the zero
+// CA.
 func (m *Manager) templateCA(n sandbox.Namespace, spec sandbox.TemplateSpec) (certificate []byte, fingerprint string, err error) {
 	if !spec.TrustNamespaceCA {
 		return nil, "", nil
@@ -295,10 +302,10 @@ func (m *Manager) templateCA(n sandbox.Namespace, spec sandbox.TemplateSpec) (ce
 	return ca.Certificate(), ca.Fingerprint(), nil
 }
 
-// renewEvery is how often certificates of hosts are signed anew, which are valid for months.
+// renewEvery is how often certificates of hosts are signed again. They are valid for months.
 const renewEvery = 24 * time.Hour
 
-// renewCertificates keeps the certificates of hosts from ending.
+// renewCertificates renews the certificates of hosts before they expire.
 func (m *Manager) renewCertificates() {
 	tick := time.NewTicker(renewEvery)
 	defer tick.Stop()
@@ -320,14 +327,14 @@ func (m *Manager) renew() {
 	}
 }
 
-// mayInject refuses, before a machine is taken, a claim that the pool's present revision cannot
-// serve.
+// mayInject refuses a claim that the pool's current revision cannot serve, before the claim
+// takes a machine.
 func (p *pool) mayInject(n sandbox.Namespace, refs []sandbox.SecretRef) error {
 	p.mu.Lock()
 	current := p.current
 	p.mu.Unlock()
 	if current == nil {
-		return nil // the claim says what is missing
+		return nil // the claim itself reports why it fails
 	}
 	return p.manager.checkInject(n, current, refs)
 }

@@ -304,8 +304,8 @@ func TestOtherCA(t *testing.T) {
 	})
 }
 
-// TestInjectTakesWhatFits: sandboxes that wait, and trust an earlier CA, are not given to who needs
-// the present one.
+// TestInjectTakesWhatFits: a waiting sandbox that trusts an earlier CA is not given to a claim
+// that needs the present one.
 func TestInjectTakesWhatFits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork()

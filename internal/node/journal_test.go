@@ -100,7 +100,7 @@ func copyOfJournal(t *testing.T) string {
 	return path
 }
 
-// same compares a collection with what was written to it.
+// same compares a collection with the objects that were written to it.
 func same[T any](t *testing.T, tx *journal.Tx, c journal.Collection[T], want map[string]T) {
 	t.Helper()
 	got := map[string]T{}
@@ -134,7 +134,7 @@ func same[T any](t *testing.T, tx *journal.Tx, c journal.Collection[T], want map
 // have of it.
 func TestStoredFieldsHaveNames(t *testing.T) {
 	seen := map[reflect.Type]bool{}
-	// What is written as text has no fields there.
+	// A type that is written as text has no fields there.
 	text := reflect.TypeFor[encoding.TextMarshaler]()
 	var check func(reflect.Type)
 	check = func(of reflect.Type) {

@@ -6,16 +6,17 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// keyTurns has those who change one object in the journal and in memory do both, one after
-// the other: so memory has what the journal has last. Others need not wait.
+// keyTurns serializes changes of an object that are made first in the journal and then in
+// memory. So memory ends up with the last state of the journal. Changes of other objects
+// need not wait.
 type keyTurns struct {
 	mu    sync.Mutex // protects all following fields
 	turns map[sandbox.Key]*keyTurn
 }
 
 type keyTurn struct {
-	mu    sync.Mutex // held by whoever has the turn
-	users int        // that have it or wait for it; protected by keyTurns.mu
+	mu    sync.Mutex // held by the owner of the turn
+	users int        // those that have it or wait for it; protected by keyTurns.mu
 }
 
 // lock waits for the turn of an object, and returns the function that ends it.

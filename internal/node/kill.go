@@ -7,9 +7,9 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Kill ends a sandbox, if it meets preconditions, whatever is being done with it: a fork, a
-// checkpoint or a hibernation that waits for its machine fails. Only a kill of a resource
-// version waits for what is being done, since that makes it another one.
+// Kill ends a sandbox that meets the preconditions, even during other operations: a fork, a
+// checkpoint or a hibernation that waits for its machine fails. Only a kill with a resource
+// version waits for the present operation, because that gives the sandbox another version.
 func (m *Manager) Kill(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
 	if err := m.begin(); err != nil {
 		return sandbox.Sandbox{}, err
@@ -35,14 +35,15 @@ func (m *Manager) Kill(ctx context.Context, k sandbox.Key, when ...sandbox.Preco
 			return sandbox.Sandbox{}, err
 		}
 		err = b.ended(sandbox.ReasonKilled, "")
-	case !b.wasKilled(): // it has ended by itself while we waited
+	case !b.wasKilled(): // it ended by itself while we waited
 		return sandbox.Sandbox{}, m.whyGone(k)
 	}
 	return b.now(), err
 }
 
-// untilKilled is a context for whoever has the sandbox's turn, which ends when somebody
-// wants to end the sandbox. done is called before the turn is given back.
+// untilKilled returns a context for the holder of the sandbox's turn. It ends when
+// another call wants to end the sandbox. The holder calls done before it gives the turn
+// back.
 func (b *member) untilKilled(ctx context.Context) (_ context.Context, done func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	b.mu.Lock()
@@ -56,9 +57,9 @@ func (b *member) untilKilled(ctx context.Context) (_ context.Context, done func(
 	}
 }
 
-// lockToEnd waits for the sandbox's turn, to end it. Whoever has the turn may wait
-// for a machine that never answers, or for one that is being made: so the machine is
-// ended first, and what is done with the sandbox is cancelled.
+// lockToEnd waits for the sandbox's turn, to end it. The holder of the turn may wait
+// for a machine that never answers, or that is still being made. So lockToEnd first
+// ends the machine, and cancels the holder's operation.
 func (b *member) lockToEnd(ctx context.Context) error {
 	select {
 	case <-b.turn:
@@ -73,8 +74,8 @@ func (b *member) lockToEnd(ctx context.Context) error {
 	}
 	b.mu.Unlock()
 	if sb != nil {
-		// It may take as long as whoever has the turn takes to notice. Whoever ends
-		// the sandbox closes the machine, too.
+		// Close may take as long as the turn's holder needs to notice. The call
+		// that ends the sandbox closes the machine, too.
 		b.manager.work.Go(func() {
 			if err := sb.Close(); err != nil {
 				b.manager.cfg.Log.Error("end the machine of a sandbox that is killed", "sandbox", b.id, "error", err)

@@ -56,8 +56,8 @@ func TestKillWhatHangs(t *testing.T) {
 	}
 }
 
-// TestKillWaits: whoever cannot wait for the end of what goes on leaves the
-// sandbox killed all the same.
+// TestKillWaits: even if the caller stops waiting for the end of the present
+// operation, the sandbox is killed.
 func TestKillWaits(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		claim(t, m, "a", sandbox.Lifetime{})

@@ -75,7 +75,7 @@ func (h *keepingHost) Keep(folders, snapshots []string) error {
 }
 
 // TestLeftInMemory: a daemon that was killed while it woke a sandbox leaves a layer
-// in memory that is charged to nobody. The next daemon frees it.
+// in memory that no namespace is charged for. The next daemon frees it.
 func TestLeftInMemory(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h := &keepingHost{Host: nodetest.NewHost(t)}
@@ -89,7 +89,8 @@ func TestLeftInMemory(t *testing.T) {
 	})
 }
 
-// TestStorageOfOldJournals: what a program wrote that did not count yet is counted.
+// TestStorageOfOldJournals: data that an earlier version has stored without
+// counting it is counted.
 func TestStorageOfOldJournals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)

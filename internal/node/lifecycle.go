@@ -13,8 +13,8 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// with runs do while it is the sandbox's turn, if the sandbox meets preconditions. Whoever
-// ends the sandbox meanwhile ends the context that do gets.
+// with runs do during the sandbox's turn, if the sandbox meets the preconditions. Ending
+// the sandbox also ends the context of do.
 func (m *Manager) with(ctx context.Context, k sandbox.Key, when []sandbox.Precondition, do func(context.Context, *member) error) (sandbox.Sandbox, error) {
 	if err := m.begin(); err != nil {
 		return sandbox.Sandbox{}, err
@@ -28,7 +28,7 @@ func (m *Manager) with(ctx context.Context, k sandbox.Key, when []sandbox.Precon
 	}
 	defer b.unlock()
 	now := b.now()
-	if now.State == sandbox.Ended { // while we waited
+	if now.State == sandbox.Ended { // it has ended while we waited
 		return sandbox.Sandbox{}, m.whyGone(k)
 	}
 	if err := now.Identity().Meets(when...); err != nil {
@@ -40,7 +40,8 @@ func (m *Manager) with(ctx context.Context, k sandbox.Key, when []sandbox.Precon
 	return b.now(), err
 }
 
-// alter is with, for what changes the sandbox: not everybody may where it has an owner.
+// alter is with for operations that change the sandbox. If the sandbox has an owner,
+// only some principals may do that.
 func (m *Manager) alter(ctx context.Context, k sandbox.Key, when []sandbox.Precondition, do func(context.Context, *member) error) (sandbox.Sandbox, error) {
 	return m.with(ctx, k, when, func(turn context.Context, b *member) error {
 		if err := sandbox.MayChange(ctx, b.now().Identity()); err != nil {
@@ -50,8 +51,8 @@ func (m *Manager) alter(ctx context.Context, k sandbox.Key, when []sandbox.Preco
 	})
 }
 
-// Pause stops a sandbox's processors; it keeps its memory. One that is paused
-// or hibernated is left alone.
+// Pause stops a sandbox's processors; the sandbox keeps its memory. A paused or
+// hibernated sandbox stays unchanged.
 func (m *Manager) Pause(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
 	return m.alter(ctx, k, when, func(ctx context.Context, b *member) error { return b.pause(ctx) })
 }
@@ -72,7 +73,7 @@ func (b *member) pause(ctx context.Context) error {
 	return nil
 }
 
-// Resume lets a sandbox go on that was paused or hibernated.
+// Resume resumes a paused or hibernated sandbox.
 func (m *Manager) Resume(ctx context.Context, k sandbox.Key, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
 	return m.alter(ctx, k, when, func(ctx context.Context, b *member) error { return b.resume(ctx) })
 }
@@ -108,8 +109,8 @@ func (m *Manager) Hibernate(ctx context.Context, k sandbox.Key, when ...sandbox.
 // errNotDue says that a sandbox was used, or got more time, while it waited to hibernate.
 var errNotDue = errors.New("its time is not up any more")
 
-// hibernate waits for its turn, until which the sandbox runs on, and asks then whether it
-// still is to be.
+// hibernate waits for a turn, while the sandbox keeps running. Then it asks due whether
+// the sandbox should still be hibernated.
 func (b *member) hibernate(ctx context.Context, due func() bool) (err error) {
 	last := b.now()
 	if last.State == sandbox.Hibernated {
@@ -137,7 +138,7 @@ func (b *member) hibernate(ctx context.Context, due func() bool) (err error) {
 		return err
 	}
 	err = b.machine.Pause(ctx)
-	if err == nil { // it cannot become larger
+	if err == nil { // the sandbox cannot grow any more
 		var stored func()
 		if stored, err = m.admitCapture(ctx, b.machine); err == nil {
 			defer stored()
@@ -167,15 +168,16 @@ func (b *member) hibernate(ctx context.Context, due func() bool) (err error) {
 		if last.State == sandbox.Running {
 			err = errors.Join(err, b.machine.Resume(back))
 		}
-		// First what was written: a full disk has room for the journal then.
+		// Removes the snapshot first: on a full disk that makes room for the
+		// journal.
 		return errors.Join(err, m.removeSnapshot(m.asleepDir(asleep)),
 			b.revert(func(s *sandbox.Sandbox) { s.State, s.Asleep = last.State, "" }))
 	}
 	return b.dropMachine(last)
 }
 
-// wake makes a machine of what was written when the sandbox was hibernated. The
-// layers of that are in memory from then on.
+// wake makes a machine of the snapshot of a hibernated sandbox. The layers of
+// the snapshot are in memory from then on.
 func (b *member) wake(ctx context.Context) (err error) {
 	m, last := b.manager, b.now()
 	ctx, end := m.observer.Begin(ctx, last.Work(sandbox.OpWake))
@@ -223,7 +225,7 @@ func (b *member) wakeMachine(ctx context.Context, last sandbox.Sandbox, snap *sn
 	})
 }
 
-// removeSnapshot deletes a snapshot's folder, if there is one.
+// removeSnapshot deletes a snapshot's folder, if it exists.
 func (m *Manager) removeSnapshot(dir string) error {
 	defer m.removed()
 	if err := snapshot.Remove(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -232,7 +234,7 @@ func (m *Manager) removeSnapshot(dir string) error {
 	return nil
 }
 
-// Extend gives a sandbox a timeout that counts from now on; 0 is none.
+// Extend gives a sandbox a timeout that begins now; 0 removes the timeout.
 func (m *Manager) Extend(ctx context.Context, k sandbox.Key, timeout time.Duration, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
 	if timeout < 0 {
 		return sandbox.Sandbox{}, sandbox.Errorf(sandbox.CodeInvalid, "the timeout %v is negative", timeout)

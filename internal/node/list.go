@@ -15,8 +15,8 @@ func (m *Manager) Template(_ context.Context, k sandbox.Key) (t sandbox.Template
 	return get(m, templates, sandbox.KindTemplate, k, templateVersion)
 }
 
-// templateVersion is the resource version of what is shown of a template, its builds
-// included.
+// templateVersion raises the resource version of a template to that of its builds,
+// which are shown with it.
 func templateVersion(tx *journal.Tx, t *sandbox.Template) {
 	for _, stage := range []sandbox.Stage{sandbox.AfterReady, sandbox.AfterInit} {
 		v, _ := builds.Version(tx, buildKey{Template: t.Key, Revision: t.Revision, Stage: stage}.String())
@@ -24,16 +24,18 @@ func templateVersion(tx *journal.Tx, t *sandbox.Template) {
 	}
 }
 
-// poolVersion is the resource version of what is shown of a pool, of what it has included.
+// poolVersion raises the resource version of a pool to that of its status, which is shown
+// with it.
 func poolVersion(tx *journal.Tx, p *sandbox.Pool) {
 	v, _ := poolStatuses.Version(tx, p.Key.String())
 	p.ResourceVersion = max(p.ResourceVersion, v)
 }
 
-// ownVersion is the resource version of an object that is shown as it was written.
+// ownVersion keeps the resource version of an object that is shown as it was
+// written.
 func ownVersion[T any](*journal.Tx, *T) {}
 
-// Pool returns a pool and what it has.
+// Pool returns a pool and its status.
 func (m *Manager) Pool(_ context.Context, k sandbox.Key) (sandbox.Pool, sandbox.PoolStatus, error) {
 	p, err := get(m, pools, sandbox.KindPool, k, poolVersion)
 	if err != nil {
@@ -69,7 +71,7 @@ func get[T any](m *Manager, c journal.Collection[T], kind sandbox.Kind, k sandbo
 	return object, err
 }
 
-// Sandbox returns a sandbox. Looking at it does not wake it.
+// Sandbox returns a sandbox. It does not wake the sandbox.
 func (m *Manager) Sandbox(_ context.Context, k sandbox.Key) (sandbox.Sandbox, error) {
 	b, err := m.find(k)
 	if err != nil {
@@ -81,7 +83,7 @@ func (m *Manager) Sandbox(_ context.Context, k sandbox.Key) (sandbox.Sandbox, er
 	return sandbox.Sandbox{}, sandbox.NotFound(sandbox.KindSandbox, k)
 }
 
-// errEnough ends a walk through a collection.
+// errEnough stops a walk through a collection.
 var errEnough = errors.New("enough")
 
 // Templates lists templates by name.
@@ -103,8 +105,8 @@ func list[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p san
 	return listIf(m, c, n, p, version, func(T) bool { return true })
 }
 
-// listIf is list of those objects that are to be seen. Without a namespace it is of all, and
-// a page is after the key of an object.
+// listIf lists the objects that seen accepts. Without a namespace it lists those of all, and
+// a page begins after the key of an object.
 func listIf[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p sandbox.Page, version func(*journal.Tx, *T), seen func(T) bool) (out []T, err error) {
 	prefix := ""
 	if n != "" {
@@ -133,14 +135,15 @@ func listIf[T any](m *Manager, c journal.Collection[T], n sandbox.Namespace, p s
 	return out, err
 }
 
-// Sandboxes lists sandboxes by name, of all namespaces if none is given; ended ones only if
-// they are asked for, of one namespace.
+// Sandboxes lists sandboxes by name; without a namespace, those of all. Ended sandboxes are
+// listed only on request, and only for one namespace.
 func (m *Manager) Sandboxes(_ context.Context, r sandbox.SandboxesRequest) (out []sandbox.Sandbox, err error) {
 	if r.Namespace == "" && r.Ended {
 		return nil, sandbox.Invalid("ended", "sandboxes that have ended are listed of one namespace")
 	}
-	// What is in memory is written to the journal first, and so may be older than what a
-	// watch was told. So the journal is asked whether it is the latest.
+	// A record is written to the journal before it is changed in memory. So the one in
+	// memory may be older than an event of a watch. The resource version in the journal
+	// tells whether it is the latest.
 	live := map[sandbox.ID]bool{}
 	walk := m.eachMemberOf(r.Namespace, r.Page.After)
 	for left := r.Page.Most(); left > 0; {
@@ -167,7 +170,8 @@ func (m *Manager) Sandboxes(_ context.Context, r sandbox.SandboxesRequest) (out 
 	if !r.Ended {
 		return out, nil
 	}
-	// Not before: one that ends meanwhile is in one of the two, or in both.
+	// This comes after the running sandboxes: one that ends meanwhile is in one
+	// of the two lists, or in both.
 	err = m.db.View(func(tx *journal.Tx) error {
 		left := r.Page.Most()
 		return ended.EachAfter(tx, string(r.Namespace)+"/", r.Page.After, func(_ string, s sandbox.Sandbox) error {
@@ -187,7 +191,8 @@ func (m *Manager) Sandboxes(_ context.Context, r sandbox.SandboxesRequest) (out 
 	return out[:min(len(out), r.Page.Most())], err
 }
 
-// listed is a sandbox as lists have it: as the journal has it, with whether it answers.
+// listed returns a sandbox as lists show it: as it is in the journal, and whether it
+// answers.
 func (m *Manager) listed(tx *journal.Tx, b *member) (s sandbox.Sandbox, found bool, err error) {
 	version, found := sandboxes.Version(tx, string(b.id))
 	if s = b.now(); found && version > s.ResourceVersion {

@@ -9,7 +9,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// holdJournal lets nobody write to the journal until release.
+// holdJournal blocks all writes to the journal until release.
 func holdJournal(t *testing.T, m *Manager) (release func()) {
 	t.Helper()
 	gate, done := make(chan struct{}), make(chan struct{})
@@ -24,7 +24,7 @@ func holdJournal(t *testing.T, m *Manager) (release func()) {
 }
 
 // TestClaimWaitsAlone: while a claim waits for the disk, its name is taken and counts,
-// and whoever wants something else does not wait.
+// and other calls do not wait.
 func TestClaimWaitsAlone(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		claim(t, m, "there", sandbox.Lifetime{})
@@ -60,7 +60,7 @@ func TestClaimWaitsAlone(t *testing.T) {
 	})
 }
 
-// TestCollectsBuildsAlone: nobody waits while builds that nobody forks are deleted.
+// TestCollectsBuildsAlone: no call waits while unused builds are deleted.
 func TestCollectsBuildsAlone(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		var first sandbox.Template
@@ -93,8 +93,8 @@ func TestCollectsBuildsAlone(t *testing.T) {
 	})
 }
 
-// TestCheckpointGoesAlone: nobody waits while a checkpoint is deleted from the journal, and
-// none is made of it then.
+// TestCheckpointGoesAlone: no call waits while a checkpoint is deleted from the journal,
+// and no sandbox is made of it then.
 func TestCheckpointGoesAlone(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		claim(t, m, "a", sandbox.Lifetime{})

@@ -16,20 +16,22 @@ import (
 	"agentrun.dev/internal/storage/seal"
 )
 
-// loginStore holds the credentials of namespaces for registries in memory, and sealed in a
-// folder for the next daemon: one file each, named by the namespace.
+// loginStore holds the credentials of namespaces for registries in memory. For the next
+// daemon it also keeps them sealed in a folder: one file each, named by the namespace.
 type loginStore struct {
 	sealedFolder
 
-	turns keyTurns // of those who change what a namespace has, and its file
+	turns keyTurns // held while the credentials of a namespace, and its file, are changed
 
 	mu  sync.Mutex // protects all
 	all map[sandbox.Namespace]*loginRecord
 }
 
-// loginRecord is what is sealed. One that is in the store does not change.
+// loginRecord is the content of a sealed file. A record in the store never
+// changes.
 type loginRecord struct {
-	// Namespace is in the file too: it cannot pass for another one.
+	// Namespace is also inside the file, so that the file cannot be used for
+	// another namespace.
 	Namespace  sandbox.Namespace                    `json:"namespace"`
 	Registries map[sandbox.RegistryHost]loginSecret `json:"registries"`
 }
@@ -40,14 +42,14 @@ type loginSecret struct {
 	Changed  time.Time `json:"changed"`
 }
 
-// String tells nothing of the passwords.
+// String shows nothing of the passwords.
 func (r *loginRecord) String() string { return "loginRecord{…}" }
 
-// GoString is what %#v prints.
+// GoString is the output of %#v.
 func (r *loginRecord) GoString() string { return r.String() }
 
-// openLogins reads the credentials that an earlier daemon has sealed. The key was checked
-// by openSecrets.
+// openLogins reads the credentials that an earlier daemon has sealed. openSecrets has
+// already checked the key.
 func openLogins(dir string, key *seal.Key) (*loginStore, error) {
 	s := &loginStore{sealedFolder: sealedFolder{dir, key}, all: map[sandbox.Namespace]*loginRecord{}}
 	entries, err := os.ReadDir(dir)
@@ -58,7 +60,7 @@ func openLogins(dir string, key *seal.Key) (*loginStore, error) {
 		return nil, fmt.Errorf("open the credentials for registries: %w", err)
 	}
 	for _, e := range entries {
-		if strings.HasPrefix(e.Name(), tempSecret) { // whoever wrote it was killed
+		if strings.HasPrefix(e.Name(), tempSecret) { // left by a writer that was killed
 			err = os.Remove(filepath.Join(dir, e.Name()))
 		} else {
 			err = s.load(e.Name())
@@ -76,7 +78,7 @@ func (s *loginStore) load(name string) error {
 		return err
 	}
 	var r loginRecord
-	if json.Unmarshal(b, &r) != nil { // the error may have a part of a password in it
+	if json.Unmarshal(b, &r) != nil { // the error may contain a part of a password
 		return errors.New("it is damaged")
 	}
 	if string(r.Namespace) != name {
@@ -92,7 +94,7 @@ func (s *loginStore) of(n sandbox.Namespace) *loginRecord {
 	return s.all[n]
 }
 
-// credentials are those of a namespace for a registry.
+// credentials returns the credentials of a namespace for a registry.
 func (s *loginStore) credentials(n sandbox.Namespace, registry string) (user, password string, ok bool) {
 	r := s.of(n)
 	if r == nil {
@@ -102,7 +104,7 @@ func (s *loginStore) credentials(n sandbox.Namespace, registry string) (user, pa
 	return l.Username, string(l.Password), ok
 }
 
-// list is what may be known of them, sorted.
+// list returns the public part of the credentials, sorted.
 func (s *loginStore) list(n sandbox.Namespace) (out []sandbox.RegistryLogin) {
 	if r := s.of(n); r != nil {
 		for registry, l := range r.Registries {
@@ -139,7 +141,7 @@ func (s *loginStore) remove(n sandbox.Namespace, registry sandbox.RegistryHost) 
 	})
 }
 
-// change replaces what a namespace has.
+// change replaces the credentials of a namespace.
 func (s *loginStore) change(n sandbox.Namespace, do func(map[sandbox.RegistryHost]loginSecret) error) error {
 	if s.key == nil {
 		return sandbox.Errorf(sandbox.CodeUnimplemented, "this daemon keeps no credentials").Because("it has no key to seal them with")

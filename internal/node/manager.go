@@ -1,6 +1,6 @@
 // Package node owns the objects of a node and their life: templates, pools,
 // sandboxes, forks and checkpoints. Its Manager is the only writer of the
-// journal. docs/design/forkd.md has the whole.
+// journal. docs/design/forkd.md describes all of it.
 package node
 
 import (
@@ -27,13 +27,13 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// Config is what a Manager works with.
+// Config configures a Manager.
 type Config struct {
 	// Dir is the state folder.
 	Dir     string
 	Engine  engine.Engine
 	Builder Builder
-	// Images has the images that the builder finds; nil knows nothing of them.
+	// Images has the images that the builder finds; it may be nil.
 	Images ImageStore
 	// Capacity is how much memory sandboxes may reserve together.
 	Capacity uint64
@@ -46,28 +46,30 @@ type Config struct {
 	// Captures is how many sandboxes are hibernated, checkpointed or forked at once; 0
 	// decides by the host's processors.
 	Captures int
-	// StorageReserve is how much of the state folder's disk is kept free of what tenants
-	// store, in bytes; 0 is nothing.
+	// StorageReserve is how many bytes of the state folder's disk are kept free of data
+	// that tenants store; 0 keeps no reserve.
 	StorageReserve uint64
-	// Key seals secrets, and images of sandboxes that hold some; nil is a daemon
-	// that takes no secrets.
+	// Key seals secrets, and images of sandboxes that hold some; with nil the
+	// daemon accepts no secrets.
 	Key *seal.Key
-	// NodeID is the node's name; empty is one that is made up once, and kept.
+	// NodeID is the node's name; if it is empty, one is made up once, and kept.
 	NodeID string
-	// Codes are in the ids of sandboxes that the node makes; zero is none.
+	// Codes become parts of the ids of sandboxes that the node makes; zero adds
+	// no codes.
 	Codes sandbox.Codes
 	// Boot identifies the host's boot.
 	Boot string
-	// Commits is what the journal's commits cost, for measurements.
+	// Commits is the cost of the journal's commits, for measurements.
 	Commits journal.Cost
 	Log     *slog.Logger
-	// Observer is told what happens; nil is nobody.
+	// Observer is told of events; it may be nil.
 	Observer sandbox.Observer
-	// Network is where the interfaces of sandboxes lead; nil is nowhere.
+	// Network connects the interfaces of sandboxes; with nil they stay
+	// unconnected.
 	Network Network
-	// Peers is how snapshots of other nodes come here; nil is a daemon that fetches none.
+	// Peers gets snapshots from other nodes; with nil the daemon fetches no snapshots.
 	Peers Peers
-	// Serves bounds what other nodes read.
+	// Serves bounds the reads of other nodes.
 	Serves peer.Limits
 }
 
@@ -77,59 +79,61 @@ type Manager struct {
 	observer sandbox.Observer
 	db       *journal.DB
 	capacity *admission
-	// turns are those of machines that start. buildTurns are of builds, captureTurns of
-	// sandboxes that hibernate, are checkpointed or forked, adoptTurns of adoptions.
-	// fetchTurns are of snapshots that are fetched, lookupTurns of questions to registries.
+	// turns are for machines that start, buildTurns for builds, captureTurns for sandboxes
+	// that hibernate, are checkpointed or forked, adoptTurns for adoptions, fetchTurns for
+	// fetches of snapshots, lookupTurns for questions to registries.
 	turns, buildTurns, fetchTurns, captureTurns, adoptTurns, lookupTurns *turns
 
 	secrets *secretStore
 	logins  *loginStore
-	// authorities are the CAs of namespaces, injections the machines that are shown them.
+	// authorities are the CAs of namespaces, injections the machines whose requests get
+	// values of secrets.
 	authorities *authorityStore
 	injections  injections
 	ctx         context.Context // ends when the manager closes
 	cancel      context.CancelFunc
 	work        sync.WaitGroup // all goroutines
 	dirty       chan struct{}  // holds at most one notice that something was removed
-	// id is the node's name, processor what sandboxes see of it.
+	// id is the node's name, processor the processor that sandboxes see.
 	id        string
 	processor engine.Processor
 	cordon    *cordon
 	changes   *changes
 	tally     *tally
 	watchers  watchers
-	// watchesBegin holds a token for each watch that reads all that there is.
+	// watchesBegin holds a token for each watch that is reading all objects.
 	watchesBegin chan struct{}
-	// statusChanged holds at most one notice that what a pool or the node has may have
-	// changed.
+	// statusChanged holds at most one notice that the status of a pool or of the node
+	// may have changed.
 	statusChanged chan struct{}
 	history       history
 	forked        chan struct{} // holds at most one notice that there are many new forks
 	newForks      atomic.Int64
-	// adopted is closed when each machine of an earlier daemon was tried once.
+	// adopted is closed once the adoption of each machine of an earlier daemon
+	// was tried.
 	adopted chan struct{}
 
-	// room is that of the state folder's disk.
+	// room watches the free space of the state folder's disk.
 	room *room
 
-	quotaTurn  sync.Mutex // held by who changes a quota
-	cordonTurn sync.Mutex // likewise the cordon
-	imageTurn  sync.Mutex // held by who pulls or drops an image of a template
-	poolTurns  keyTurns   // of those who apply or delete a pool
-	ownerTurns textTurns  // of those who claim for an owner
-	partsTurns textTurns  // of those who use what is fetched of a snapshot
+	quotaTurn  sync.Mutex // held while a quota is changed
+	cordonTurn sync.Mutex // held while the cordon is changed
+	imageTurn  sync.Mutex // held while an image of a template is pulled or dropped
+	poolTurns  keyTurns   // of calls that apply or delete a pool
+	ownerTurns textTurns  // of claims for an owner
+	partsTurns textTurns  // of calls that use the fetched parts of a snapshot
 	serves     *peer.Server
 
-	templateTurns keyTurns // likewise of a template
+	templateTurns keyTurns // of calls that apply or delete a template
 
 	mu        sync.Mutex // protects all following fields
 	closed    bool
 	roster    roster
 	pools     map[sandbox.Key]*pool
-	builds    map[buildKey]*build // those under way
+	builds    map[buildKey]*build // those that are under way
 	places    buildPlaces
-	requests  map[string]*request        // those with an idempotency key, likewise
-	restoring map[sandbox.Key]int        // checkpoints that sandboxes are being made of; -1 is one that is being deleted
+	requests  map[string]*request        // those with an idempotency key that are under way
+	restoring map[sandbox.Key]int        // how many sandboxes are being made of each checkpoint; -1 while it is deleted
 	parked    map[sandbox.ID]sandbox.Key // machines that wait in pools
 }
 
@@ -142,8 +146,8 @@ var (
 	forks     = journal.Collection[sandbox.Fork]("forks")
 )
 
-// Open opens the state folder, takes over what is still running and goes on
-// with what was under way.
+// Open opens the state folder, takes over the sandboxes that still run, and
+// goes on with interrupted work.
 func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	for _, dir := range []string{machinesDir, imagesDir, snapshotsDir, checkpointsDir, logsDir, fetchingDir} {
 		if err := os.MkdirAll(filepath.Join(cfg.Dir, dir), 0o700); err != nil {
@@ -170,7 +174,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 		cfg.Observer = sandbox.Observers()
 	}
 	if cfg.Starts < 1 {
-		// Of two starts on one processor one can work while the other waits, and pools
+		// With two starts on one processor, one can work while the other waits. Pools
 		// leave one of two turns to claims.
 		cfg.Starts = max(2, runtime.NumCPU())
 	}
@@ -178,7 +182,7 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 		cfg.Builds = max(2, runtime.NumCPU()) // a namespace has at most half of them
 	}
 	if cfg.Captures < 1 {
-		cfg.Captures = max(4, runtime.NumCPU()) // much of one is to wait for the disk
+		cfg.Captures = max(4, runtime.NumCPU()) // a capture mostly waits for the disk
 	}
 	db.Observe(cfg.Observer.Journaled)
 	db.ObserveCompactions(func(c journal.Compaction) {
@@ -224,7 +228,8 @@ func Open(ctx context.Context, cfg Config) (_ *Manager, err error) {
 	return m, nil
 }
 
-// Close lets go of everything. Sandboxes run on; the next Open finds them.
+// Close lets go of all sandboxes. They keep running, and the next Open finds
+// them.
 func (m *Manager) Close() error {
 	m.mu.Lock()
 	if m.closed {
@@ -234,7 +239,7 @@ func (m *Manager) Close() error {
 	m.closed = true
 	running := m.pools
 	m.pools = map[sandbox.Key]*pool{}
-	members := slices.Collect(maps.Values(m.roster.byID)) // claims that are refused now leave it
+	members := slices.Collect(maps.Values(m.roster.byID)) // a claim that is refused from now on leaves the roster
 	m.mu.Unlock()
 	m.cancel()
 	for _, t := range []*turns{m.turns, m.buildTurns, m.fetchTurns, m.captureTurns, m.adoptTurns, m.lookupTurns} {
@@ -251,7 +256,7 @@ func (m *Manager) Close() error {
 	return errors.Join(append(errs, m.db.Close())...)
 }
 
-// begin is called before anything is changed.
+// begin is called before each change. It fails if the manager is closed.
 func (m *Manager) begin() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -265,7 +270,7 @@ func errClosing() error {
 	return sandbox.Errorf(sandbox.CodeClosing, "the daemon is shutting down").Try("Try again when it is back")
 }
 
-// Folders of the state folder.
+// The folders inside the state folder.
 const (
 	machinesDir    = "machines"
 	imagesDir      = "images"
@@ -296,8 +301,8 @@ func (m *Manager) logFile(id sandbox.ID) string {
 	return filepath.Join(m.cfg.Dir, logsDir, string(id)+".log")
 }
 
-// recover brings journal, machines and files into line, in the order that
-// docs/design/forkd.md gives.
+// recover makes journal, machines and files consistent, in the order of
+// docs/design/forkd.md.
 func (m *Manager) recover(ctx context.Context) error {
 	if err := m.checkEngine(); err != nil {
 		return err
@@ -342,7 +347,8 @@ func (m *Manager) recover(ctx context.Context) error {
 		}
 		m.register(s)
 	}
-	// What a daemon that was killed has left in memory nobody is charged for.
+	// The memory that a killed daemon has left behind is not charged to any
+	// namespace.
 	if err := errors.Join(m.sweep(ctx), m.recoverStorage(), m.keep(machinesDir), m.recoverSnapshots()); err != nil {
 		return err
 	}
@@ -350,14 +356,14 @@ func (m *Manager) recover(ctx context.Context) error {
 		return err
 	}
 	m.adoptAll()
-	m.work.Go(m.keepPrograms) // an earlier daemon may not have come to it
-	// So that whoever asks first need not wait for all; it is told what went wrong.
+	m.work.Go(m.keepPrograms) // an earlier daemon may have ended before it did so
+	// So that the first caller need not wait for all of it; callers get its errors.
 	m.work.Go(func() { _, _ = m.CheckpointBytes() })
 	return nil
 }
 
-// startInTurn is startMachine when it is the turn of a machine that a user of a
-// namespace waits for.
+// startInTurn waits for a turn and then calls startMachine, for a machine that
+// a user of a namespace waits for.
 func (m *Manager) startInTurn(ctx context.Context, n sandbox.Namespace, limits sandbox.Limits, start func(engine.ForkOptions) (engine.Sandbox, error)) (engine.Sandbox, sandbox.ID, error) {
 	release, err := m.turns.take(ctx, n)
 	if err != nil {
@@ -382,7 +388,7 @@ func (m *Manager) startMachine(limits sandbox.Limits, start func(engine.ForkOpti
 	return sb, id, nil
 }
 
-// settle decides what an intent has come to.
+// settle decides the outcome of an intent that a daemon has left.
 func (m *Manager) settle(tx *journal.Tx, s *sandbox.Sandbox, sizes measurer, now time.Time) error {
 	state, kept := s.State, s.Kept
 	if err := sizes.image(s); err != nil {
@@ -403,13 +409,13 @@ func (m *Manager) settle(tx *journal.Tx, s *sandbox.Sandbox, sizes measurer, now
 		return writeEnded(tx, s)
 	}
 	if s.State == state && s.Kept == kept && s.Unresponsive == "" {
-		return nil // nobody who watches need be told
+		return nil // watchers see no change
 	}
 	s.Unresponsive = "" // this daemon finds out by itself
 	return sandboxes.Write(tx, string(s.ID), s)
 }
 
-// sweep removes what no object names.
+// sweep removes files that no object names.
 func (m *Manager) sweep(ctx context.Context) error {
 	named := map[string]bool{}
 	err := m.db.View(func(tx *journal.Tx) error {
@@ -435,7 +441,7 @@ func (m *Manager) sweep(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// What was being written when somebody was killed.
+	// Files that were being written when a daemon was killed.
 	for _, dir := range []string{imagesDir, snapshotsDir, checkpointsDir} {
 		if err := snapshot.CleanTemp(filepath.Join(m.cfg.Dir, dir)); err != nil {
 			return err
@@ -455,7 +461,7 @@ func (m *Manager) sweep(ctx context.Context) error {
 		}
 		for _, e := range entries {
 			path := filepath.Join(m.cfg.Dir, dir, e.Name())
-			if !named[path] && !named[buildlog.Base(path)] { // a log may be in several files
+			if !named[path] && !named[buildlog.Base(path)] { // a log may consist of several files
 				if err := remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 					return fmt.Errorf("remove what is left in %s: %w", path, err)
 				}

@@ -53,7 +53,7 @@ func claim(t *testing.T, m *Manager, name string, l sandbox.Lifetime) sandbox.Sa
 	return s
 }
 
-// memory is what the machine of a sandbox holds.
+// memory returns the memory of a sandbox's machine.
 func memory(t *testing.T, h *nodetest.Host, m *Manager, name string) map[string]string {
 	t.Helper()
 	s, err := m.Sandbox(t.Context(), key(name))
@@ -175,7 +175,7 @@ func wantNothing(t *testing.T, m *Manager, h *nodetest.Host) {
 }
 
 // TestTimeouts: a timeout counts the time that a sandbox runs, an idle timeout
-// the time that nobody uses it, and both do what they were told to.
+// the time without use, and both do their action.
 func TestTimeouts(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		ctx := t.Context()
@@ -213,7 +213,7 @@ func TestTimeouts(t *testing.T) {
 		u.Close()
 		after(time.Minute)
 		wantEnded(t, m, "busy", sandbox.ReasonIdle)
-		// What was away for long has what it had left, and no more.
+		// A sandbox that was away for long has only the time that it had left.
 		if _, err := m.Resume(ctx, key("still")); err != nil {
 			t.Fatal(err)
 		}
@@ -221,7 +221,7 @@ func TestTimeouts(t *testing.T) {
 		wantState(t, m, "still", sandbox.Running)
 		after(time.Second)
 		wantEnded(t, m, "still", sandbox.ReasonTimeout)
-		// What its timeout has paused runs for as long again.
+		// A sandbox that its timeout has paused runs for the full time again.
 		for range 2 {
 			if _, err := m.Resume(ctx, key("paused")); err != nil {
 				t.Fatal(err)
@@ -337,7 +337,7 @@ type aheadHost struct {
 }
 
 type keptSpares struct {
-	engine.Spares // nobody asks them
+	engine.Spares // the test does not ask for them
 	of            *aheadHost
 }
 
@@ -393,8 +393,9 @@ func TestPoolSpares(t *testing.T) {
 	})
 }
 
-// TestRehearsal: a sandbox that waits has done before what its user will do first;
-// one that is made for a claim has not, as that would take longer.
+// TestRehearsal: a waiting sandbox has rehearsed the probable first work of its
+// user. A sandbox that is made for a claim has not, because that would take
+// longer.
 func TestRehearsal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := &builder{}

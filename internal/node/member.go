@@ -17,16 +17,17 @@ type member struct {
 	manager *Manager
 	id      sandbox.ID
 	key     sandbox.Key
-	// position is where it is in lists of its namespace.
+	// position is its place in lists of its namespace.
 	position string
 
-	// turn holds one token while nobody changes what the sandbox is doing. It
-	// is a mutex that can be waited for with a context.
+	// turn holds one token, which is taken by the goroutine that changes the
+	// state of the sandbox. It is a mutex that can be waited for with a
+	// context.
 	turn chan struct{}
 
-	// token is the hash of the sandbox's token, empty for the derived one; until ends when
-	// that is replaced, by revoke. Whoever uses the sandbox when it ends is told so. The
-	// manager's mutex protects them.
+	// token is the hash of the sandbox's token, empty for the derived one. When the token
+	// is replaced, revoke ends until, and so tells the users of the sandbox. The manager's
+	// mutex protects all three.
 	token  sandbox.TokenHash
 	until  context.Context
 	revoke context.CancelFunc
@@ -34,18 +35,19 @@ type member struct {
 	mu      sync.Mutex       // protects all following fields
 	record  *sandbox.Sandbox // as it is in the journal; it is replaced, never changed
 	machine engine.Sandbox
-	killed  bool // by request, while somebody else had the turn
-	// silent is why the sandbox has no machine yet that an earlier daemon has started:
-	// it does not answer. Empty is a sandbox that was not tried, or has its machine.
+	killed  bool // by request, while another goroutine had the turn
+	// silent says why the sandbox does not have its machine, which an earlier daemon
+	// has started: it does not answer. It is empty if the machine was not tried yet,
+	// or is attached.
 	silent   string
-	detached bool               // no machine is attached any more
-	cancel   context.CancelFunc // ends what whoever has the turn does; nil if nobody has
+	detached bool               // no machine may be attached any more
+	cancel   context.CancelFunc // ends the operation of the turn's holder; nil if the turn is free
 	users    int                // requests that are being served
 	conns    int                // connections to its ports
-	used     sandbox.Clock      // runs while it runs and nobody uses it
-	timer    *time.Timer        // for whichever of its timeouts is next
-	expiring bool               // expire waits to do what one of them says, or does it
-	patient  time.Time          // before which none is acted upon: it was tried in vain
+	used     sandbox.Clock      // advances while the sandbox runs without a user
+	timer    *time.Timer        // for the earliest of its timeouts
+	expiring bool               // expire is acting upon a timeout, or waits for its turn to do so
+	patient  time.Time          // no timeout is acted upon before this time: an attempt has failed
 }
 
 func (m *Manager) newMember(s sandbox.Sandbox) *member {
@@ -67,7 +69,7 @@ func (b *member) lock(ctx context.Context) error {
 
 func (b *member) unlock() { b.turn <- struct{}{} }
 
-// now returns the record as it is now.
+// now returns a copy of the current record.
 func (b *member) now() sandbox.Sandbox {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -76,7 +78,7 @@ func (b *member) now() sandbox.Sandbox {
 	return s
 }
 
-// latest is the record as it was written last, which nobody changes.
+// latest returns the record as it was written last. It must not be changed.
 func (b *member) latest() *sandbox.Sandbox {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -87,7 +89,7 @@ func (b *member) latest() *sandbox.Sandbox {
 // caller has the turn.
 func (b *member) change(do func(*sandbox.Sandbox)) error { return b.changeAnd(do, nil) }
 
-// changeAnd is change with what else belongs into the same transaction.
+// changeAnd is change, with further writes in the same transaction.
 func (b *member) changeAnd(do func(*sandbox.Sandbox), also record[sandbox.Sandbox]) error {
 	next := b.now()
 	do(&next)
@@ -103,7 +105,7 @@ func (b *member) changeAnd(do func(*sandbox.Sandbox), also record[sandbox.Sandbo
 	return nil
 }
 
-// wrote says that the record is in the journal as next.
+// wrote makes next the record; it is in the journal already.
 func (b *member) wrote(next *sandbox.Sandbox) {
 	b.mu.Lock()
 	b.record = next
@@ -112,9 +114,9 @@ func (b *member) wrote(next *sandbox.Sandbox) {
 	b.manager.noticeStatus()
 }
 
-// revert is change for what takes back an intent. The sandbox is what it is, also
-// where the journal cannot be written: that has the intent then, of which the next
-// daemon makes the same.
+// revert is change for an operation that takes back an intent. The record in
+// memory is right even if the journal cannot be written. The journal then still
+// has the intent, from which the next daemon comes to the same state.
 func (b *member) revert(do func(*sandbox.Sandbox)) error {
 	err := b.change(do)
 	if err != nil {
@@ -129,7 +131,7 @@ func (b *member) revert(do func(*sandbox.Sandbox)) error {
 }
 
 // attach gives the sandbox its machine and watches it. It reports false if the daemon
-// has let go of the machines of its sandboxes already.
+// has already let go of the machines of its sandboxes.
 func (b *member) attach(sb engine.Sandbox) bool {
 	b.mu.Lock()
 	b.machine, b.killed, b.silent = sb, false, ""
@@ -146,15 +148,15 @@ func (b *member) attach(sb engine.Sandbox) bool {
 	return !detached
 }
 
-// died ends a sandbox whose machine has ended by itself. While that cannot be written it is
-// tried again: nobody else would find out.
+// died ends a sandbox whose machine has ended by itself. If that cannot be written, it
+// tries again: nothing else would notice the machine's end.
 func (b *member) died(sb engine.Sandbox) {
 	m := b.manager
 	for pause := retryExpiry; b.lock(m.ctx) == nil; pause = min(2*pause, retryRefused) {
 		err := b.endDead(sb)
 		over := b.now().State == sandbox.Ended
 		b.unlock()
-		if err != nil && (over || pause == retryExpiry) { // said once
+		if err != nil && (over || pause == retryExpiry) { // logged only once
 			m.cfg.Log.Error("end a sandbox that has died", "sandbox", b.id, "error", err)
 		}
 		if err == nil || over {
@@ -162,13 +164,13 @@ func (b *member) died(sb engine.Sandbox) {
 		}
 		select {
 		case <-time.After(pause):
-		case <-m.ctx.Done(): // the next daemon finds out
+		case <-m.ctx.Done(): // the next daemon notices it
 			return
 		}
 	}
 }
 
-// endDead is one attempt of died, by whoever has the turn.
+// endDead is one attempt of died. The caller has the turn.
 func (b *member) endDead(sb engine.Sandbox) error {
 	b.mu.Lock()
 	mine := b.machine == sb
@@ -189,9 +191,9 @@ func (b *member) endDead(sb engine.Sandbox) error {
 	return b.ended(reason, detail)
 }
 
-// ended ends the sandbox in the journal, and then what is left of it: whoever
-// is killed in between leaves what the next daemon sweeps. The caller has the
-// turn.
+// ended ends the sandbox in the journal, and only then removes its machine and
+// files. If the daemon is killed in between, the next one sweeps them. The
+// caller has the turn.
 func (b *member) ended(reason sandbox.Reason, detail string) error {
 	m, last := b.manager, b.now()
 	if err := b.change(func(s *sandbox.Sandbox) { s.End(reason, detail, time.Now()) }); err != nil {
@@ -210,12 +212,13 @@ func (b *member) ended(reason sandbox.Reason, detail string) error {
 	return errors.Join(errs...)
 }
 
-// dropMachine ends the machine that the sandbox had as last says.
+// dropMachine ends the machine that the sandbox had; last is its record from
+// before.
 func (b *member) dropMachine(last sandbox.Sandbox) error {
 	b.mu.Lock()
 	sb := b.machine
 	b.machine = nil
-	b.arm() // one that is hibernated may have an end time
+	b.arm() // a hibernated sandbox may have an end time
 	b.mu.Unlock()
 	if last.Machine == "" {
 		return nil
@@ -232,7 +235,7 @@ func (b *member) dropMachine(last sandbox.Sandbox) error {
 	return errors.Join(errs...)
 }
 
-// detach lets the machine go.
+// detach lets the machine go, without ending it.
 func (b *member) detach() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -257,9 +260,9 @@ func (m *Manager) find(k sandbox.Key) (*member, error) {
 	return b, nil
 }
 
-// findFor is find, for a call that is for the sandbox that meets preconditions: it may have
-// ended, and its name be another's by now. Whether the resource version is the one that is
-// meant is to be seen when it is the caller's turn.
+// findFor is find for a call with preconditions on the sandbox. That sandbox may have
+// ended, and another may have its name by now. A resource version can only be compared
+// later, when the caller has the turn.
 func (m *Manager) findFor(k sandbox.Key, when []sandbox.Precondition) (*member, error) {
 	b, err := m.find(k)
 	if err != nil {
@@ -283,7 +286,7 @@ func (m *Manager) findFor(k sandbox.Key, when []sandbox.Precondition) (*member, 
 	return b, nil
 }
 
-// endedAs is the sandbox of a name and an id that has ended, if it is remembered.
+// endedAs returns the ended sandbox of a name and an id, if it is remembered.
 func (m *Manager) endedAs(k sandbox.Key, id sandbox.ID) (last sandbox.Sandbox, found bool, err error) {
 	err = m.db.View(func(tx *journal.Tx) (err error) {
 		last, found, err = ended.Get(tx, endedKey(sandbox.Sandbox{Key: k, ID: id}))
@@ -293,7 +296,7 @@ func (m *Manager) endedAs(k sandbox.Key, id sandbox.ID) (last sandbox.Sandbox, f
 }
 
 // whyGone is the error for a sandbox that is not there: it has ended, or never
-// was.
+// existed.
 func (m *Manager) whyGone(k sandbox.Key) error {
 	of, found := m.history.lastOf(k)
 	if !found {
@@ -307,7 +310,7 @@ func (m *Manager) whyGone(k sandbox.Key) error {
 	switch {
 	case err != nil:
 		return err
-	case !found: // it was forgotten meanwhile
+	case !found: // it was forgotten in the meantime
 		return sandbox.NotFound(sandbox.KindSandbox, k)
 	}
 	return errEnded(last)

@@ -126,7 +126,7 @@ func (s *shakySandbox) Fork(ctx context.Context, opts []engine.ForkOptions) (*en
 	return live, nil
 }
 
-// counts is what an admission has counted.
+// counts are the numbers of an admission.
 type counts struct {
 	used   uint64
 	spaces map[sandbox.Namespace]uint64
@@ -143,8 +143,9 @@ func (a *admission) counts() counts {
 	return counts{a.used, maps.Clone(a.spaces), maps.Clone(a.held), maps.Clone(a.users), stored}
 }
 
-// TestAccounts: whatever is done at once and whatever fails, what is counted is
-// what the next daemon counts from the journal, and nothing when all has ended.
+// TestAccounts: after any concurrent operations and failures, the numbers equal
+// those that the next daemon counts from the journal, and are zero when all
+// sandboxes have ended.
 func TestAccounts(t *testing.T) {
 	for seed := range uint64(20) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {

@@ -15,39 +15,40 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// Network is what the interfaces of machines lead to. Those of different namespaces
-// lead to different places.
+// Network connects the interfaces of machines. Machines of different namespaces are
+// in separate networks.
 type Network interface {
-	// Join connects the interface of a machine, until Leave. A machine without an
-	// interface is engine.ErrNoWire. One that an earlier daemon has joined stays
-	// joined, and gets these policies.
+	// Join connects the interface of a machine, until Leave. It fails with
+	// engine.ErrNoWire for a machine without an interface. A machine that an
+	// earlier daemon has joined stays joined, and gets these policies.
 	Join(context.Context, Joint) error
-	// SetPolicies replaces what a machine may connect to, and what is put into its
-	// requests, and ends the connections
-	// that are not allowed any more. After an error they hold as soon as the network
-	// is there again.
+	// SetPolicies replaces the rules for a machine's connections, and the values
+	// that are put into its requests. It ends the connections that are no longer
+	// allowed. After an error, the new rules apply as soon as the network is there
+	// again.
 	SetPolicies(context.Context, Joint) error
 	// Leave ends a machine's connections.
 	Leave(Joint)
 	// Pause stops the clocks of a machine's connections, until Resume.
 	Pause(context.Context, Joint)
 	Resume(context.Context, Joint)
-	// Capture is called before a machine is captured, and collect after it was, also
-	// in vain: it returns what those inherit that continue from the machine. It is
-	// nil if that is unknown.
+	// Capture is called before a machine is captured, and collect after that, even
+	// if the capture has failed. collect returns the lineage for machines that
+	// continue from this one. It is nil if that is unknown.
 	Capture(context.Context, Joint) (collect func(context.Context) *sandbox.Lineage)
-	// Traffic is the log of a machine.
+	// Traffic returns a part of a machine's log.
 	Traffic(context.Context, Joint, sandbox.TrafficRequest) (sandbox.TrafficPage, error)
-	// Use is what the machines of a namespace have done. It is empty if that cannot be
-	// said soon.
+	// Use returns the network use of the machines of a namespace. It is empty if it is
+	// not known soon.
 	Use(context.Context, sandbox.Namespace) map[sandbox.ID]sandbox.NetworkUse
-	// Keep forgets all that earlier daemons have joined and this one has not.
+	// Keep forgets all machines that earlier daemons have joined and this one
+	// has not.
 	Keep(context.Context) error
-	// BuildPolicy is what builds may connect to whose template does not say.
+	// BuildPolicy is the policy for builds whose template does not set one.
 	BuildPolicy() policy.Policy
 }
 
-// Joint is the interface of a machine, with what it may reach.
+// Joint is the interface of a machine, with its policies.
 type Joint struct {
 	Namespace sandbox.Namespace
 	// Machine names the interface.
@@ -57,35 +58,38 @@ type Joint struct {
 	Policies policy.Set
 	// Injections are the hosts whose requests get values put in.
 	Injections []inject.Host
-	// Lineage is what the machine inherits; nil is nothing.
+	// Lineage is the machine's inheritance; nil if it inherits no policies.
 	Lineage *sandbox.Lineage
-	// Paused says that the machine stands still.
+	// Paused says that the machine is paused.
 	Paused bool
 	// Adopted says that an earlier daemon has made the machine, and has probably joined
-	// it. Its wire is asked for only if it has to be: a microVM then gets a new one.
+	// it. Its wire is asked for only if necessary, because a microVM then gets a new
+	// one.
 	Adopted bool
 }
 
-// NetworkStats is what the sandboxes of a namespace have done on the network, since the
-// process was started that connects them.
+// NetworkStats counts the network use of a namespace's sandboxes, since the start of
+// the process that connects them.
 type NetworkStats struct {
-	// Interfaces are machines that are joined, Open their connections: now.
+	// Interfaces and Open are the present numbers of joined machines and of
+	// their connections.
 	Interfaces int
 	Open       uint64
 	Kinds      []NetworkKind
-	// Dropped counts frames and datagrams that led nowhere, Queries questions to DNS,
-	// Injected requests that got values of secrets.
+	// Dropped counts frames and datagrams without a destination, Queries questions to
+	// DNS, Injected requests that got values of secrets.
 	Dropped, Queries, Injected uint64
 }
 
-// NetworkKind is what rules of one kind have allowed and refused.
+// NetworkKind counts the connections that rules of one kind have allowed and
+// refused.
 type NetworkKind struct {
 	Kind                            string
 	Opened, Refused, Sent, Received uint64
 }
 
-// Interface is that of all sandboxes. Each has a network of its own, so that they can
-// all have the same addresses, and forks keep theirs.
+// Interface is the same for all sandboxes. Each sandbox has a network of its own, so
+// all can have the same addresses, and forks keep theirs.
 func Interface() *engine.Network {
 	return &engine.Network{
 		MAC: [6]byte{0x02, 0xa9, 0xe7, 0, 0, 2}, MTU: 1500,
@@ -95,7 +99,7 @@ func Interface() *engine.Network {
 	}
 }
 
-// GatewayMAC is that of the other end of Interface.
+// GatewayMAC is the address of the other end of Interface.
 var GatewayMAC = [6]byte{0x02, 0xa9, 0xe7, 0, 0, 1}
 
 // joined is a machine whose interface is connected.
@@ -103,21 +107,25 @@ type joined struct {
 	engine.Sandbox
 	network Network
 
-	// pushing is held while at changes and the network is told, so that the last change is
-	// told last.
+	// pushing is held while at changes and the network is told, so that the network hears
+	// of the last change last.
 	pushing sync.Mutex
-	// injections has the machine while it is joined, if values are put into its requests.
+	// injections contains the machine while it is joined, if values are put into its
+	// requests.
 	injections *injections
 
 	mu sync.Mutex // protects all following fields
-	// at is the interface as it was joined; its policies and injections change.
+	// at is the interface as it was joined; only its policies and injections
+	// change.
 	at Joint
-	// captured is what those inherit that continue from the last capture.
+	// captured is the lineage from the last capture, for machines that continue
+	// from it.
 	captured *sandbox.Lineage
 }
 
-// join connects a machine. A machine without an interface is returned as it is,
-// unless its policies let something out: whoever has asked for that is to know.
+// join connects a machine. A machine without an interface is returned unchanged
+// if its policies let nothing out. Otherwise join fails: its user has asked for
+// a connection that it would not get.
 func (m *Manager) join(ctx context.Context, at Joint) (engine.Sandbox, error) {
 	if m.cfg.Network == nil {
 		return at.Wire, nil
@@ -135,7 +143,7 @@ func (m *Manager) join(ctx context.Context, at Joint) (engine.Sandbox, error) {
 	return &joined{Sandbox: at.Wire, network: m.cfg.Network, at: at}, nil
 }
 
-// now is the interface as it is.
+// now returns the present interface.
 func (j *joined) now() Joint {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -161,19 +169,20 @@ func (j *joined) Pause(ctx context.Context) error {
 	return nil
 }
 
-// Resume lets them go on, and then the machine.
+// Resume resumes the clocks, and then the machine.
 func (j *joined) Resume(ctx context.Context) error {
 	j.network.Resume(ctx, j.now())
 	return j.Sandbox.Resume(ctx)
 }
 
-// Snapshot captures the machine, and what those inherit that continue from it.
+// Snapshot captures the machine, and the lineage for machines that continue
+// from it.
 func (j *joined) Snapshot(ctx context.Context, dir string, opts ...snapshot.Option) (*snapshot.Snapshot, error) {
 	defer j.capture(ctx)()
 	return j.Sandbox.Snapshot(ctx, dir, opts...)
 }
 
-// Fork does so, too.
+// Fork captures both as well.
 func (j *joined) Fork(ctx context.Context, opts []engine.ForkOptions) (*engine.LiveFork, error) {
 	defer j.capture(ctx)()
 	return j.Sandbox.Fork(ctx, opts)
@@ -198,7 +207,7 @@ func (j *joined) Close() error {
 	return j.Sandbox.Close()
 }
 
-// captured is what those inherit that continue from the last capture of a machine.
+// captured returns the lineage of a machine's last capture.
 func captured(sb engine.Sandbox) *sandbox.Lineage {
 	j, ok := sb.(*joined)
 	if !ok {
@@ -234,8 +243,8 @@ func (m *Manager) joinMember(ctx context.Context, s sandbox.Sandbox, machine san
 	return connected, err
 }
 
-// rejoin connects a machine that an earlier daemon has made. One that cannot be
-// connected goes on without a network: to end it would lose more.
+// rejoin connects a machine that an earlier daemon has made. If that fails, the
+// machine goes on without a network: ending it would lose more.
 func (m *Manager) rejoin(ctx context.Context, s sandbox.Sandbox, sb engine.Sandbox) engine.Sandbox {
 	connected, err := m.joinMember(ctx, s, s.Machine, sb, nil)
 	if err != nil {
@@ -245,7 +254,7 @@ func (m *Manager) rejoin(ctx context.Context, s sandbox.Sandbox, sb engine.Sandb
 	return connected
 }
 
-// connectMade connects a machine that was made just now, and ends it if it cannot.
+// connectMade connects a machine that was just made, and ends it if that fails.
 func (m *Manager) connectMade(ctx context.Context, s sandbox.Sandbox, machine sandbox.ID, sb engine.Sandbox, lineage *sandbox.Lineage) (engine.Sandbox, error) {
 	s.State = sandbox.Running
 	connected, err := m.joinMember(ctx, s, machine, sb, lineage)
@@ -255,8 +264,8 @@ func (m *Manager) connectMade(ctx context.Context, s sandbox.Sandbox, machine sa
 	return connected, nil
 }
 
-// joinBuild connects a machine that becomes a template's snapshot, or is made ready
-// after one.
+// joinBuild connects a machine that becomes a template's snapshot, or that is made
+// ready after a fork of one.
 func (m *Manager) joinBuild(ctx context.Context, n sandbox.Namespace, spec sandbox.TemplateSpec, sb engine.Sandbox) (engine.Sandbox, error) {
 	if m.cfg.Network == nil {
 		return sb, nil
@@ -271,9 +280,9 @@ func (m *Manager) joinBuild(ctx context.Context, n sandbox.Namespace, spec sandb
 	return m.join(ctx, Joint{Namespace: n, Machine: sandbox.NewID(), Wire: sb, Policies: policy.Set{may}})
 }
 
-// SetNetworkPolicy replaces a sandbox's own policy, within what its template and the
-// sandboxes it was forked from allow; nil leaves these alone. Connections that are not
-// allowed any more end.
+// SetNetworkPolicy replaces a sandbox's own policy, within the limits of its template
+// and of the sandboxes it was forked from. With nil only these limits apply.
+// Connections that are no longer allowed end.
 func (m *Manager) SetNetworkPolicy(ctx context.Context, k sandbox.Key, own *policy.Policy, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
 	return m.alter(ctx, k, when, func(ctx context.Context, b *member) error {
 		egress := b.now().Egress
@@ -297,7 +306,8 @@ func (m *Manager) SetNetworkPolicy(ctx context.Context, k sandbox.Key, own *poli
 	})
 }
 
-// Traffic is a part of the log of a sandbox's network. A hibernated sandbox has none.
+// Traffic returns a part of the log of a sandbox's network. A hibernated sandbox has
+// no log.
 func (m *Manager) Traffic(ctx context.Context, r sandbox.TrafficRequest) (sandbox.TrafficPage, error) {
 	if err := r.Validate(); err != nil {
 		return sandbox.TrafficPage{}, err
@@ -312,7 +322,7 @@ func (m *Manager) Traffic(ctx context.Context, r sandbox.TrafficRequest) (sandbo
 	}
 	j := b.joined()
 	if j == nil {
-		// Whoever follows the log asks again at once.
+		// A client that follows the log asks again at once.
 		select {
 		case <-time.After(r.Wait):
 			return nothing, nil
@@ -324,14 +334,14 @@ func (m *Manager) Traffic(ctx context.Context, r sandbox.TrafficRequest) (sandbo
 	if err == nil || ctx.Err() != nil || b.joined() == j {
 		return page, err
 	}
-	// It has lost its machine meanwhile: it has ended, or was hibernated.
+	// It has lost its machine in the meantime: it has ended, or was hibernated.
 	if _, err := m.find(r.Key); err != nil {
 		return sandbox.TrafficPage{}, err
 	}
 	return nothing, nil
 }
 
-// joined is the machine of a sandbox with a network; nil is none.
+// joined returns the machine of a sandbox with a network, or nil.
 func (b *member) joined() *joined {
 	b.mu.Lock()
 	defer b.mu.Unlock()

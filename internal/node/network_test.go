@@ -19,15 +19,15 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// network remembers what is joined.
+// network remembers the joined machines.
 type network struct {
 	mu       sync.Mutex // protects all following fields
 	joined   map[sandbox.ID]Joint
 	joins    []Joint       // all that there were
-	builds   policy.Policy // what builds may connect to whose template does not say
+	builds   policy.Policy // the policy for builds whose template does not set one
 	captures int           // that were begun and not collected
 	noWire   bool
-	refuse   error // what SetPolicies answers
+	refuse   error // the error of SetPolicies
 	kept     int
 	// follower is closed when a machine leaves whose log somebody waits for.
 	follower chan struct{}
@@ -85,7 +85,7 @@ func (n *network) Resume(_ context.Context, at Joint) {
 	n.change(at, func(j *Joint) { j.Paused = false })
 }
 
-// inherited is what those inherit that continue from a machine.
+// inherited is the lineage for machines that continue from a machine.
 func inherited(of sandbox.ID) *sandbox.Lineage {
 	return &sandbox.Lineage{Pins: []sandbox.Pin{{Name: string(of), Addr: netip.MustParseAddr("192.0.2.1")}}}
 }
@@ -246,8 +246,8 @@ func TestNetworkPolicies(t *testing.T) {
 	})
 }
 
-// TestFollowTraffic: whoever follows the log of a sandbox that loses its machine is told
-// why, or that there is nothing; nobody who follows asks without end.
+// TestFollowTraffic: a client that follows the log of a sandbox learns why the sandbox
+// has lost its machine, or that there are no entries. No client asks without end.
 func TestFollowTraffic(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork()
@@ -292,8 +292,8 @@ func TestFollowTraffic(t *testing.T) {
 	})
 }
 
-// TestNetworkLineage: whoever continues from a machine is joined with what that had,
-// once; a pause reaches the network.
+// TestNetworkLineage: a machine that continues from another one is joined with its
+// lineage, once. A pause reaches the network.
 func TestNetworkLineage(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork()
@@ -366,8 +366,8 @@ func TestNetworkLineage(t *testing.T) {
 	})
 }
 
-// TestNetworkAdopted: the next daemon joins what runs with what the journal says, a
-// policy included that the network could not be told.
+// TestNetworkAdopted: the next daemon joins running machines with the policies of
+// the journal, including one that the network could not be told.
 func TestNetworkAdopted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h, n := t.TempDir(), nodetest.NewHost(t), newNetwork()
@@ -399,8 +399,8 @@ func TestNetworkAdopted(t *testing.T) {
 	})
 }
 
-// TestNoInterface: a sandbox without an interface works as long as nobody wants it to
-// reach anything, and is refused by name otherwise.
+// TestNoInterface: a sandbox without an interface works as long as no policy lets it
+// out, and is refused with its name otherwise.
 func TestNoInterface(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork()

@@ -9,8 +9,8 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// Node looks at the node. What it costs does not depend on how much there is: each snapshot
-// and checkpoint is read once, by whoever asks first.
+// Node returns the status of the node. Its cost does not depend on the number of objects:
+// each snapshot and checkpoint is read only once, by the first call.
 func (m *Manager) Node(context.Context) (sandbox.NodeStatus, error) {
 	load := m.load()
 	n := sandbox.NodeStatus{
@@ -41,7 +41,7 @@ func (m *Manager) Node(context.Context) (sandbox.NodeStatus, error) {
 	return n, err
 }
 
-// sealed counts what holds secrets on disk.
+// sealed counts the snapshots on disk that hold secrets.
 func (m *Manager) sealed() (n int, err error) {
 	err = m.db.View(func(tx *journal.Tx) error {
 		return errors.Join(
@@ -61,7 +61,7 @@ func (m *Manager) sealed() (n int, err error) {
 	return n, err
 }
 
-// digest is that of a template's snapshot.
+// digest returns the digest of a template's snapshot.
 func (m *Manager) digest(id sandbox.ID) (string, error) {
 	snap, err := snapshot.Open(m.snapshotDir(id))
 	if err != nil {

@@ -15,11 +15,11 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// What other nodes get of this one: the snapshots of its templates, and nothing else.
-// docs/design/peer.md has the whole.
+// This node offers other nodes the snapshots of its templates, and nothing else.
+// docs/design/peer.md describes all of it.
 
-// offered finds the ready build whose snapshot has a digest. Nothing else of the state folder is
-// looked at: neither checkpoints nor hibernated sandboxes are found.
+// offered finds the ready build whose snapshot has a digest. It looks at nothing else in the
+// state folder, so neither checkpoints nor hibernated sandboxes are ever found.
 func (m *Manager) offered(digest string) (found sandbox.Build, err error) {
 	if _, err := snapshot.ParseID(digest); err != nil {
 		return found, sandbox.Invalid("snapshot", "%v", err)
@@ -49,7 +49,7 @@ func (m *Manager) offered(digest string) (found sandbox.Build, err error) {
 		Try("Ask a node that has it: GetNode shows the snapshots of a node")
 }
 
-// openOffered opens a snapshot that other nodes may have.
+// openOffered opens a snapshot that other nodes may read.
 func (m *Manager) openOffered(digest string) (*snapshot.Snapshot, sandbox.Build, error) {
 	b, err := m.offered(digest)
 	if err != nil {
@@ -70,7 +70,8 @@ func (m *Manager) openOffered(digest string) (*snapshot.Snapshot, sandbox.Build,
 	return snap, b, err
 }
 
-// SnapshotOffer is what another node needs to fetch a snapshot of a template, beside its content.
+// SnapshotOffer returns all that another node needs to fetch a template's snapshot, except for
+// its content.
 func (m *Manager) SnapshotOffer(_ context.Context, digest string) (sandbox.Offer, error) {
 	snap, b, err := m.openOffered(digest)
 	if err != nil {
@@ -85,7 +86,7 @@ func (m *Manager) SnapshotOffer(_ context.Context, digest string) (sandbox.Offer
 	return sandbox.Offer{Revision: b.Revision, Stage: b.Stage, Digest: digest, Manifest: manifest, Built: built}, err
 }
 
-// SnapshotDigests gives a page of the digests of the parts of a layer.
+// SnapshotDigests returns a page of the digests of the parts of a layer.
 func (m *Manager) SnapshotDigests(ctx context.Context, r sandbox.SnapshotRead, from uint32) ([]byte, error) {
 	var page peer.Digests
 	err := m.serveLayer(ctx, r, func(snap *snapshot.Snapshot, blob layer.Digest) (err error) {
@@ -95,7 +96,7 @@ func (m *Manager) SnapshotDigests(ctx context.Context, r sandbox.SnapshotRead, f
 	return page.Page(), err
 }
 
-// ReadSnapshot sends parts of a layer, in the order in which they are asked for.
+// ReadSnapshot sends parts of a layer, in the requested order.
 func (m *Manager) ReadSnapshot(ctx context.Context, r sandbox.SnapshotRead, send func(number uint32, content []byte) error) error {
 	return m.serveLayer(ctx, r, func(snap *snapshot.Snapshot, blob layer.Digest) error {
 		return m.serves.Read(ctx, snap, blob, r.Parts, send)
@@ -126,14 +127,16 @@ func (m *Manager) serveLayer(ctx context.Context, r sandbox.SnapshotRead, do fun
 	return err
 }
 
-// offer is what a node was offered, checked as far as it can be without its content.
+// offer is a parsed offer of another node, checked as far as possible without its
+// content.
 type offer struct {
 	id       snapshot.ID
 	manifest snapshot.Manifest
 	built    sandbox.Built
 }
 
-// checkOffer refuses what this node cannot use, with the difference.
+// checkOffer refuses an offer that this node cannot use, and names the
+// difference.
 func (m *Manager) checkOffer(o sandbox.Offer, spec sandbox.TemplateSpec) (out offer, err error) {
 	if out.built, err = sandbox.ParseBuilt(o.Built); err != nil {
 		return out, err
@@ -148,7 +151,8 @@ func (m *Manager) checkOffer(o sandbox.Offer, spec sandbox.TemplateSpec) (out of
 	return out, m.fits(out.manifest, spec)
 }
 
-// fits refuses a snapshot that this node cannot use for a template, or would make anew.
+// fits refuses a snapshot that this node cannot use for a template, or would make
+// again.
 func (m *Manager) fits(manifest snapshot.Manifest, spec sandbox.TemplateSpec) error {
 	refuse := func(format string, a ...any) error {
 		return sandbox.Errorf(sandbox.CodeConflict, "the snapshot does not fit this node").Because(format, a...).
@@ -174,21 +178,21 @@ func (m *Manager) fits(manifest snapshot.Manifest, spec sandbox.TemplateSpec) er
 	if why != "" {
 		return refuse("%s", why)
 	}
-	// What a machine takes is reserved by the spec.
+	// A machine's memory is reserved by the spec.
 	if has := m.cfg.Engine.Reserve(manifest.Memory.Size, spec.Disk); manifest.Memory.Size > spec.Memory && has > m.machineMemory(spec) {
 		return refuse("its machine has %s of memory, the template says %s", sandbox.Mebibytes(manifest.Memory.Size), sandbox.Mebibytes(spec.Memory))
 	}
 	return nil
 }
 
-// digestOf is a digest in hexadecimal, of bytes.
+// digestOf is the digest of bytes, in hexadecimal.
 func digestOf(b []byte) string {
 	sum := sha256.Sum256(b)
 	return hex.EncodeToString(sum[:])
 }
 
-// revisionOf compares the revision of an offer with what this node makes of the same spec, and
-// says which image that is of. Earlier programs did not have the image in it.
+// revisionOf compares the revision of an offer with the one that this node derives from the
+// same spec, and returns its image. Revisions of earlier versions did not include the image.
 func revisionOf(o sandbox.Offer, built sandbox.Built, spec sandbox.TemplateSpec, ca string) (image string, err error) {
 	if built.TrustedCA != ca {
 		return "", sandbox.Errorf(sandbox.CodeConflict, "the snapshot does not fit this node").

@@ -12,12 +12,12 @@ import (
 )
 
 // AgentRun may have been updated since an earlier daemon has built the templates. A
-// snapshot that is not as this AgentRun would make it is made anew. The old one serves the
-// pools until then, if the engine can still restore it: the pools roll the new one out as
-// they do a new revision.
+// snapshot that this AgentRun would make differently is made again. Until then the old one
+// serves the pools, if the engine can still restore it. The pools roll the new one out
+// like a new revision.
 
-// recoverSnapshots finds these builds before pools are started, and gives up their places to
-// those that will replace them.
+// recoverSnapshots finds outdated builds before pools are started, and gives up their places
+// to the builds that will replace them.
 func (m *Manager) recoverSnapshots() error {
 	var ready, unusable []sandbox.Build
 	err := m.db.View(func(tx *journal.Tx) error {
@@ -71,8 +71,8 @@ func (m *Manager) recoverSnapshots() error {
 	return err
 }
 
-// outdated says why the snapshot of a build is to be made anew, and whether it can be used
-// until then. Where nobody can tell, it is left as it is: whoever forks it finds out.
+// outdated says why the snapshot of a build must be made again, and whether it can be used
+// until then. If that is unknown, the build stays unchanged: forking it will show.
 func (m *Manager) outdated(b sandbox.Build) (why string, fits bool) {
 	manifest, err := snapshot.ReadManifest(m.snapshotDir(b.Snapshot))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -93,7 +93,7 @@ func (m *Manager) outdated(b sandbox.Build) (why string, fits bool) {
 	return why, true
 }
 
-// superseded reports whether a build is not the one that its template wants.
+// superseded reports whether a template wants another build than this one.
 func superseded(b sandbox.Build, t sandbox.Template) bool {
 	return b.Revision != t.Revision || b.Outdated != ""
 }

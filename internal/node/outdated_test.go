@@ -41,10 +41,10 @@ func madeBy(t *testing.T, h *nodetest.Host, m *Manager, name string) string {
 	return memory(t, h, m, name)[nodetest.BuildKey]
 }
 
-// TestOutdatedSnapshot: after an update a template's snapshot is made anew. The pool says
-// that it is Building, and why; the old snapshot serves claims until the new one does, also
-// if the daemon is restarted or taken back meanwhile. Then it is gone, and what it was made
-// by is not needed any more.
+// TestOutdatedSnapshot: after an update a template's snapshot is made again. The pool says
+// that it is Building, and why. The old snapshot serves claims until the new one does, even
+// if the daemon is restarted or the update taken back in the meantime. Then it is gone, and
+// the program that made it is not needed any more.
 func TestOutdatedSnapshot(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)

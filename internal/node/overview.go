@@ -10,18 +10,19 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Overview is what a node has at the moment.
+// Overview describes the present state of a node.
 type Overview struct {
-	// Capacity and Reserved are the memory of all machines, in bytes.
+	// Capacity is the memory for all machines, Reserved the part of it that is
+	// taken, in bytes.
 	Capacity, Reserved uint64
-	// Builds is how many are under way.
+	// Builds is the number of builds under way.
 	Builds int
-	// StorageFree is how much room the disk of the state folder has, StorageReserve how
-	// much of it is kept free of what tenants store, in bytes.
+	// StorageFree is the free space on the disk of the state folder. StorageReserve is
+	// how much of the disk is kept free of data that tenants store. Both are in bytes.
 	StorageFree, StorageReserve uint64
-	// Turns are the queues, by the kind of work.
+	// Turns are the queues of each kind of work.
 	Turns map[Work]TurnsOverview
-	// Pools are all that exist or that sandboxes exist of, in order.
+	// Pools are the pools that exist or still have sandboxes, in order.
 	Pools []PoolOverview
 }
 
@@ -35,24 +36,24 @@ const (
 	WorkCapture Work = "capture" // of a sandbox: a hibernation, a checkpoint, a fork
 )
 
-// PoolOverview is one pool.
+// PoolOverview describes one pool.
 type PoolOverview struct {
 	sandbox.Key
-	// Exists is false for one that was deleted while sandboxes of it live.
+	// Exists is false for a deleted pool whose sandboxes still live.
 	Exists   bool
 	Replicas int
 	sandbox.PoolStatus
-	// Sandboxes are how many there are in each state.
+	// Sandboxes is the number of sandboxes in each state.
 	Sandboxes map[sandbox.State]int
 }
 
-// Overview looks at everything, from memory: it does not wait for anybody.
+// Overview reads everything from memory. It does not wait.
 func (m *Manager) Overview() Overview {
 	out := Overview{Capacity: m.cfg.Capacity, Reserved: m.capacity.reserved(), Turns: map[Work]TurnsOverview{
 		WorkStart: m.turns.overview(), WorkBuild: m.buildTurns.overview(), WorkCapture: m.captureTurns.overview(),
 	}}
 	out.StorageReserve = m.cfg.StorageReserve
-	if free, err := m.room.free(); err == nil { // a scrape has nobody to tell
+	if free, err := m.room.free(); err == nil { // a scrape cannot report the error
 		out.StorageFree = free
 	}
 	m.mu.Lock()
@@ -84,16 +85,17 @@ func (m *Manager) Overview() Overview {
 	return out
 }
 
-// PoolMemory is what the machines of a pool take, those that wait included.
+// PoolMemory is the memory of a pool's machines, including waiting ones.
 type PoolMemory struct {
 	Machines int
-	// Unique is memory that each has alone, Shared what several machines have
-	// together, counted once. Engines that share nothing have 0.
+	// Unique is memory that only one machine has. Shared is memory that several
+	// machines share, counted once. With engines that do not share memory it is
+	// 0.
 	Unique, Shared uint64
 }
 
-// Memory asks the kernel what all machines take, which costs some time for
-// each. Machines that end meanwhile are left out.
+// Memory asks the kernel for the memory of all machines, which takes some time
+// for each. Machines that end meanwhile are left out.
 func (m *Manager) Memory() (map[sandbox.Key]PoolMemory, error) {
 	machines := map[sandbox.ID]sandbox.Key{}
 	m.mu.Lock()
@@ -129,7 +131,7 @@ func (m *Manager) Memory() (map[sandbox.Key]PoolMemory, error) {
 	return out, errors.Join(errs...)
 }
 
-// park notes that a machine waits in a pool; unpark that it does no more.
+// park records that a machine waits in a pool; unpark that it no longer does.
 func (m *Manager) park(id sandbox.ID, pool sandbox.Key) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -16,8 +16,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// ownerRecord is what is known of an owner's sandbox, also when that is forgotten: whoever
-// asks for it again never gets a second one.
+// ownerRecord is the record of an owner's sandbox. It outlives the sandbox's own record,
+// so that a repeated claim of the owner never makes a second sandbox.
 type ownerRecord struct {
 	sandbox.Key // of the sandbox
 	sandbox.Versioned
@@ -33,15 +33,16 @@ type ownerRecord struct {
 	Detail string         `json:"detail,omitempty"`
 }
 
-// The journal's collections of owners. docs/design/owners.md has the whole.
+// The journal's collections of owners. docs/design/owners.md describes all of
+// it.
 var (
 	owners      = journal.Collection[ownerRecord]("owners")
 	ownersByEnd = journal.Collection[string]("owners-by-end")
 	ownersEnded = journal.Collection[int]("owners-ended")
 )
 
-// An owner is known for keepOwners after the end of its sandbox, unless it is released. A
-// namespace has at most so many that have ended.
+// The record of an owner is kept for keepOwners after the end of its sandbox, unless it
+// is released. maxOwnersEnded bounds the records of ended sandboxes in a namespace.
 const (
 	keepOwners     = 7 * 24 * time.Hour
 	maxOwnersEnded = 100_000
@@ -52,12 +53,13 @@ func ownerKey(n sandbox.Namespace, owner sandbox.UID) string { return string(n) 
 
 func (r ownerRecord) key() string { return ownerKey(r.Namespace, r.Owner) }
 
-// over reports whether the owner is not known any more.
+// over reports whether the record has expired.
 func (r ownerRecord) over(now time.Time) bool {
 	return !r.Ended.IsZero() && now.Sub(r.Ended) >= keepOwners
 }
 
-// sandbox is what is known of the owner's sandbox once its record is forgotten.
+// sandbox returns the known fields of the owner's sandbox, after the sandbox's
+// own record was forgotten.
 func (r ownerRecord) sandbox() sandbox.Sandbox {
 	return sandbox.Sandbox{
 		Key: r.Key, Versioned: r.Versioned, ID: r.ID, Owner: r.Owner, Pool: r.Pool, Created: r.Created,
@@ -65,7 +67,8 @@ func (r ownerRecord) sandbox() sandbox.Sandbox {
 	}
 }
 
-// claimOwned is Claim for an owner: it makes one sandbox, whoever asks and however often.
+// claimOwned is Claim for an owner: repeated claims, by any principal, make only one
+// sandbox.
 func (m *Manager) claimOwned(ctx context.Context, r sandbox.ClaimRequest) (s sandbox.Sandbox, replayed bool, err error) {
 	if err := m.begin(); err != nil {
 		return s, false, err
@@ -94,18 +97,19 @@ func (m *Manager) claimOwned(ctx context.Context, r sandbox.ClaimRequest) (s san
 	return s, false, err
 }
 
-// putOwner notes the sandbox of an owner that has none, in the transaction that makes it.
+// putOwner records the sandbox of an owner without one, in the transaction that makes the
+// sandbox.
 func putOwner(tx *journal.Tx, s sandbox.Sandbox, asked map[string]string) error {
 	next := ownerRecord{Key: s.Key, Owner: s.Owner, ID: s.ID, Pool: s.Pool, Created: s.Created, Asked: asked}
 	old, found, err := owners.Get(tx, next.key())
-	if found { // it is over
+	if found { // the old record has expired
 		err = forgetOwner(tx, old)
 	}
 	return errors.Join(err, owners.Put(tx, next.key(), next))
 }
 
-// ownerOf is what is known of an owner, if it is. One that is new is refused where too many
-// have ended.
+// ownerOf returns the record of an owner, if it exists. It refuses a new owner if the
+// namespace has too many records of ended sandboxes.
 func (m *Manager) ownerOf(n sandbox.Namespace, owner sandbox.UID) (r ownerRecord, found bool, err error) {
 	past := 0
 	err = m.db.View(func(tx *journal.Tx) error {
@@ -135,8 +139,8 @@ func (m *Manager) ownerOf(n sandbox.Namespace, owner sandbox.UID) (r ownerRecord
 	return r, false, err
 }
 
-// askedBy has a digest of each field that a claim sets, but for what may differ when it is
-// made again: the token, and secrets.
+// askedBy returns a digest of each field that a claim sets, except those that may differ
+// when the claim is repeated: the token, and secrets.
 func askedBy(r sandbox.ClaimRequest) (map[string]string, error) {
 	l := r.Spec.Lifetime
 	if l.OnTimeout == sandbox.TimeoutKill {
@@ -158,7 +162,7 @@ func askedBy(r sandbox.ClaimRequest) (map[string]string, error) {
 	return digests(fields)
 }
 
-// digests are those of fields, by name.
+// digests returns the digests of fields, by name.
 func digests(fields map[string]any) (map[string]string, error) {
 	out := make(map[string]string, len(fields))
 	for name, value := range fields {
@@ -172,7 +176,7 @@ func digests(fields map[string]any) (map[string]string, error) {
 	return out, nil
 }
 
-// check refuses a claim that asks for something else than the one before.
+// check refuses a claim that asks for something else than the first one.
 func (r ownerRecord) check(asked map[string]string) error {
 	differ := differing(r.Asked, asked)
 	if differ == "" {
@@ -195,8 +199,8 @@ func differing(before, now map[string]string) string {
 	return strings.Join(slices.Sorted(maps.Keys(names)), ", ")
 }
 
-// endOwner notes the end of an owner's sandbox, in the transaction that ends it, and forgets
-// some of those that are over.
+// endOwner records the end of an owner's sandbox, in the transaction that ends it, and
+// forgets some expired records.
 func endOwner(tx *journal.Tx, s sandbox.Sandbox) error {
 	if s.Owner == "" {
 		return nil
@@ -213,10 +217,10 @@ func endOwner(tx *journal.Tx, s sandbox.Sandbox) error {
 	return errors.Join(err, forgetErr)
 }
 
-// ownersStep is how many owners a transaction forgets that does nothing else.
+// ownersStep is how many records one transaction of forgetOverOwners forgets.
 const ownersStep = 256
 
-// forgetOverOwners forgets all that are over: also where no sandbox of an owner ends any more.
+// forgetOverOwners forgets all expired records, even if no sandbox of an owner ends any more.
 func (m *Manager) forgetOverOwners(now time.Time) error {
 	for more := true; more; {
 		err := m.db.Update(func(tx *journal.Tx) (err error) {
@@ -230,7 +234,7 @@ func (m *Manager) forgetOverOwners(now time.Time) error {
 	return nil
 }
 
-// forgetOldOwners forgets some of those that are over, and says whether there may be more.
+// forgetOldOwners forgets some expired records, and reports whether more may be left.
 func forgetOldOwners(tx *journal.Tx, now time.Time, most int) (more bool, err error) {
 	for range most {
 		at, key, found, err := ownersByEnd.First(tx, "")
@@ -259,8 +263,8 @@ func forgetOwner(tx *journal.Tx, r ownerRecord) error {
 	return errors.Join(err, owners.Delete(tx, r.key()), ownersByEnd.Delete(tx, journal.TimeKey(r.Ended, r.key())))
 }
 
-// ReleaseOwner forgets an owner whose sandbox has ended: a claim of it makes another one. It
-// waits for a claim that is under way: that may be going to have a sandbox.
+// ReleaseOwner forgets an owner whose sandbox has ended. After that a claim for it makes a
+// new sandbox. It waits for a claim that is under way, which may still make a sandbox.
 func (m *Manager) ReleaseOwner(ctx context.Context, r sandbox.ReleaseRequest) error {
 	if err := errors.Join(m.begin(), sandbox.MayGive(ctx, r.Owner)); err != nil {
 		return err
@@ -285,7 +289,7 @@ func (m *Manager) ReleaseOwner(ctx context.Context, r sandbox.ReleaseRequest) er
 	})
 }
 
-// oneOwner is the owner that was given, if one was.
+// oneOwner returns the given owner, if there is one.
 func oneOwner(given []sandbox.UID) sandbox.UID {
 	if len(given) == 0 {
 		return ""
@@ -293,8 +297,8 @@ func oneOwner(given []sandbox.UID) sandbox.UID {
 	return given[0]
 }
 
-// give is the owner of an object that is applied: the one that is given, or else the one that
-// it has.
+// give returns the owner of an object that is applied: the given owner, or else the present
+// one.
 func give(ctx context.Context, now sandbox.Identity, given sandbox.UID) (sandbox.UID, error) {
 	if err := sandbox.MayChange(ctx, now); err != nil {
 		return "", err

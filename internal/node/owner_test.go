@@ -51,9 +51,9 @@ func claimFor(t *testing.T, m *Manager, r sandbox.ClaimRequest) sandbox.Sandbox 
 	return s
 }
 
-// TestOwner: a claim of an owner that comes again has the sandbox that there is, as it is,
-// whoever asks, with whichever token and secrets, after restarts and after any time; one that
-// has ended is Ended.
+// TestOwner: a repeated claim of an owner returns the existing sandbox, unchanged, for any
+// principal, token and secrets, after restarts and after any time. A sandbox that has ended
+// is Ended.
 func TestOwner(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)
@@ -288,7 +288,8 @@ func TestOwnersAreBounded(t *testing.T) {
 	})
 }
 
-// TestOwnerHostile: who may not give an owner, and what no claim can have.
+// TestOwnerHostile: principals that may not give an owner, and owners that no
+// claim can have.
 func TestOwnerHostile(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
 		claimFor(t, m, ownedClaim())
@@ -363,7 +364,7 @@ func TestOwnerKilled(t *testing.T) {
 			}
 			all = append(all, p)
 		}
-		time.Sleep(2 * statusEvery) // nothing is written in the background
+		time.Sleep(2 * statusEvery) // no further write comes from the background
 		synctest.Wait()
 		h.Step = take
 		m.db.ObserveCommits(func(c journal.Commit) {

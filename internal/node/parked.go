@@ -17,13 +17,12 @@ type parked struct {
 	namespace sandbox.Namespace
 	memory    uint64
 	held      []sandbox.Held
-	waited    bool // in a pool, before it was claimed
-	// connected is the machine with its network, for whoever has claimed it; nil
-	// before.
+	waited    bool // whether it has waited in a pool before its claim
+	// connected is the machine with its network, for its claim; nil before.
 	connected engine.Sandbox
 }
 
-// Close ends the machine and all that is left of it.
+// Close ends the machine and removes the rest of it.
 func (p *parked) Close() error {
 	m := p.manager
 	machine := p.Sandbox
@@ -37,7 +36,7 @@ func (p *parked) Close() error {
 	return err
 }
 
-// finish brings a fork of a build to where it is ready.
+// finish makes a fork of a build ready.
 func (m *Manager) finish(ctx context.Context, s *stock, sb engine.Sandbox) error {
 	if s.build.Stage != sandbox.AfterInit {
 		return nil

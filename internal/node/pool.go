@@ -17,29 +17,29 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// pool keeps sandboxes ready.
+// pool keeps sandboxes ready to be claimed.
 type pool struct {
 	manager *Manager
 	key     sandbox.Key
 	wake    chan struct{} // holds at most one notice to look again
 	cancel  context.CancelFunc
 	done    chan struct{}
-	looked  chan struct{} // closed once the pool has looked for what it can serve from
+	looked  chan struct{} // closed once the pool has looked for builds that it can serve claims from
 
 	mu      sync.Mutex // protects all following fields
 	spec    sandbox.PoolSpec
 	current *stock   // nil before the first build is ready
 	older   []*stock // of earlier revisions, oldest first, until the current one has taken over
-	// earlier is the build that an earlier daemon was replacing when it ended, until its
-	// stock is open again; nil is none.
+	// earlier is the build that an earlier daemon was replacing when it ended. It is nil
+	// if there is no such build, or once its stock is open again.
 	earlier *sandbox.Build
-	closing []*stock // whose machines are being ended
-	problem string   // why there is no current one of the template's revision
+	closing []*stock // stocks whose machines are being ended
+	problem string   // why there is no current stock of the template's revision
 	phase   sandbox.Phase
 	changed chan struct{} // closed and made anew with each change of phase
 }
 
-// set changes how far the pool is; the lock must be held.
+// set changes the phase and its problem; the caller holds the lock.
 func (p *pool) set(phase sandbox.Phase, problem string) {
 	p.phase, p.problem = phase, problem
 	close(p.changed)
@@ -47,7 +47,7 @@ func (p *pool) set(phase sandbox.Phase, problem string) {
 	p.manager.noticeStatus()
 }
 
-// stock is the sandboxes of one build that wait.
+// stock has the waiting sandboxes of one build.
 type stock struct {
 	manager *Manager
 
@@ -55,33 +55,35 @@ type stock struct {
 	build sandbox.Build
 	spec  sandbox.TemplateSpec
 	snap  *snapshot.Snapshot
-	// ready has those that wait; a claim asks for one by the host name to give it.
+	// ready has the waiting sandboxes. A claim looks for one by its host name.
 	ready  *enginepool.Pool[*parked, string]
 	spares engine.Spares
-	// held is what its machines hold of the snapshot. It is in memory for as long as
-	// the stock is there: one that is half made has it, too.
+	// held lists the parts of the snapshot that its machines keep in memory. They
+	// stay in memory as long as the stock exists, because a half-made machine keeps
+	// them, too.
 	held []sandbox.Held
-	// policy is the template's, which changes without a build.
+	// policy is the template's network policy, which changes without a build.
 	policy atomic.Pointer[policy.Policy]
 
-	// reached is how many of the stock have waited at once, at most. A stock that is claimed
-	// from as fast as it is filled has not lost its place in a rollout.
+	// reached is the largest number of the stock's sandboxes that have waited at once. It
+	// never falls: a stock that is claimed from as fast as it is filled keeps its place in a
+	// rollout.
 	reached atomic.Int64
 	// served is set once a claim has got one of its machines.
 	served atomic.Bool
 
-	gone   context.Context // ends with the pool, and ends the claims under way
+	gone   context.Context // ends with the pool, and ends the claims that are under way
 	cancel context.CancelFunc
 	mu     sync.Mutex    // protects all following fields
-	claims int           // under way; they need the snapshot
+	claims int           // that are under way; they need the snapshot
 	closed chan struct{} // nil until the stock closes, closed when no claim is under way
 }
 
-// poolSpares is how many forks of a pool are half made.
+// poolSpares is the number of forks that a pool keeps half made.
 const poolSpares = 1
 
-// begin is called before a claim of the stock, while the stock is one of its pool;
-// end after the claim.
+// begin is called before a claim of the stock, while the stock still belongs to
+// its pool. The caller calls end after the claim.
 func (s *stock) begin() (end func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -95,8 +97,8 @@ func (s *stock) begin() (end func()) {
 	}
 }
 
-// close ends the sandboxes that wait, after the claims under way. The stock is no
-// more in its pool.
+// close waits for the claims that are under way, and then ends the waiting
+// sandboxes. The stock has already left its pool.
 func (s *stock) close() error {
 	s.mu.Lock()
 	s.closed = make(chan struct{})
@@ -124,7 +126,7 @@ func (m *Manager) ApplyPool(ctx context.Context, k sandbox.Key, spec sandbox.Poo
 		return sandbox.Pool{}, err
 	}
 	defer m.poolTurns.lock(k)()
-	// Nobody deletes the template meanwhile.
+	// With its turn, the template cannot be deleted meanwhile.
 	defer m.templateTurns.lock(sandbox.Key{Namespace: k.Namespace, Name: spec.Template})()
 	p := sandbox.Pool{Key: k, Spec: spec, Created: time.Now().UTC()}
 	err := m.db.Update(func(tx *journal.Tx) error {
@@ -177,7 +179,8 @@ func (m *Manager) DeletePool(ctx context.Context, k sandbox.Key, when ...sandbox
 	return errors.Join(err, m.collectBuilds())
 }
 
-// forgetPool takes a pool out of the journal and out of memory, and returns what ran of it.
+// forgetPool takes a pool out of the journal and out of memory, and returns the pool that
+// ran.
 func (m *Manager) forgetPool(ctx context.Context, k sandbox.Key, when []sandbox.Precondition) (*pool, error) {
 	defer m.poolTurns.lock(k)()
 	err := m.db.Update(func(tx *journal.Tx) error {
@@ -240,7 +243,8 @@ func (m *Manager) recoverPools() error {
 	})
 }
 
-// startPool is called with the mutex. earlier is the build that the pool was of before.
+// startPool starts a pool; the caller holds the mutex. earlier is the build that the
+// pool served before.
 func (m *Manager) startPool(p sandbox.Pool, earlier *sandbox.Build) {
 	ctx, cancel := context.WithCancel(m.ctx)
 	run := &pool{
@@ -254,8 +258,8 @@ func (m *Manager) startPool(p sandbox.Pool, earlier *sandbox.Build) {
 	})
 }
 
-// refill makes all pools look at what they lack, and builds try that lack memory: some may
-// have been freed.
+// refill wakes all pools, and the builds that wait for memory: some memory may have been
+// freed.
 func (m *Manager) refill() {
 	m.noticePools()
 	m.mu.Lock()
@@ -265,7 +269,7 @@ func (m *Manager) refill() {
 	}
 }
 
-// noticePools makes all pools look at what they lack: a build may be ready.
+// noticePools wakes all pools to check what they lack: a build may be ready.
 func (m *Manager) noticePools() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -343,9 +347,11 @@ func (p *pool) open(ctx context.Context, b sandbox.Build, spec sandbox.TemplateS
 
 func limitsOf(s sandbox.TemplateSpec) sandbox.Limits { return sandbox.Limits{MilliCPUs: s.MilliCPUs} }
 
-// claim takes a machine of the newest revision that has one and fits, or makes one.
+// claim takes a machine of the newest revision that has a waiting one and fits, or
+// makes one.
 func (p *pool) claim(ctx context.Context, hostname string, fits func(*stock) bool) (*parked, *stock, error) {
-	// A daemon that has just started serves before its pools have found their snapshots.
+	// A daemon that has just started already serves requests while its pools still look
+	// for their snapshots.
 	select {
 	case <-p.looked:
 	case <-ctx.Done():
@@ -372,7 +378,7 @@ func (p *pool) claim(ctx context.Context, hostname string, fits func(*stock) boo
 	return nil, nil, err
 }
 
-// source finds the stock to claim of, and begins a claim of it.
+// source finds the stock to claim from, and begins a claim of it.
 func (p *pool) source(fits func(*stock) bool) (_ *stock, end func(), err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -387,7 +393,7 @@ func (p *pool) source(fits func(*stock) bool) (_ *stock, end func(), err error) 
 		return nil, nil, e.Try("`agentrun get pool %s` shows how far it is", p.key.Name)
 	}
 	from := p.serving(fits)
-	return from, from.begin(), nil // a stock leaves the pool under the lock, and closes then
+	return from, from.begin(), nil // a stock leaves the pool under the lock, and closes only then
 }
 
 func (p *pool) uses(into map[buildKey]bool) {
@@ -404,7 +410,7 @@ func (p *pool) uses(into map[buildKey]bool) {
 	}
 }
 
-// close ends the pool and what waits in it.
+// close ends the pool and its waiting sandboxes.
 func (p *pool) close() error {
 	p.cancel()
 	<-p.done

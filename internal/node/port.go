@@ -10,11 +10,11 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// MaxConns is how many connections to ports of a sandbox there can be at a time.
-// An agent serves twice as many calls, so that they never keep others out.
+// MaxConns is how many connections to ports of a sandbox may be open at once. An
+// agent serves twice as many calls, so connections never keep other calls out.
 const MaxConns = guestrpc.MaxStreams / 2
 
-// connectTimeout bounds a connection to a program that listens, and does not
+// connectTimeout bounds a connection to a program that listens but does not
 // accept.
 const connectTimeout = 10 * time.Second
 

@@ -39,7 +39,7 @@ var verbs = map[string]func(context.Context, *Manager, sandbox.Key, sandbox.Prec
 	},
 }
 
-// copies are what is made of a sandbox.
+// copies are the operations that copy a sandbox.
 var copies = map[string]func(context.Context, *Manager, sandbox.Key, sandbox.Precondition) error{
 	"fork": func(ctx context.Context, m *Manager, k sandbox.Key, p sandbox.Precondition) error {
 		return third(m.Fork(ctx, sandbox.ForkRequest{Key: key("f-of-" + string(k.Name)), Spec: sandbox.ForkSpec{Source: k.Name, Replicas: 1}, When: p}))
@@ -206,8 +206,9 @@ func TestDeletePreconditions(t *testing.T) {
 	})
 }
 
-// TestOwnedObjects: keys neither change nor delete what has an owner, and use it as before; an
-// owner stays where none is given, and is not replaced by another.
+// TestOwnedObjects: keys can neither change nor delete an object with an owner, but can use it
+// as before. An apply without an owner keeps the owner, and an owner cannot be replaced by
+// another.
 func TestOwnedObjects(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		spec, keeps := sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib}, sandbox.PoolSpec{Template: "python"}

@@ -10,7 +10,7 @@ import (
 
 var quotas = journal.Collection[sandbox.Quota]("quotas")
 
-// SetQuota bounds a namespace from now on. What it has already stays.
+// SetQuota sets the limits of a namespace. Objects beyond them stay.
 func (m *Manager) SetQuota(ctx context.Context, q sandbox.Quota) (sandbox.QuotaUse, error) {
 	if err := m.begin(); err != nil {
 		return sandbox.QuotaUse{}, err
@@ -18,7 +18,8 @@ func (m *Manager) SetQuota(ctx context.Context, q sandbox.Quota) (sandbox.QuotaU
 	if q.Sandboxes < 0 {
 		return sandbox.QuotaUse{}, sandbox.Invalid("sandboxes", "%d is negative", q.Sandboxes)
 	}
-	// Two at once are in memory in the order in which they are in the journal.
+	// So concurrent calls take effect in memory in the same order as in the
+	// journal.
 	m.quotaTurn.Lock()
 	defer m.quotaTurn.Unlock()
 	err := m.db.Update(func(tx *journal.Tx) error {
@@ -35,7 +36,7 @@ func (m *Manager) SetQuota(ctx context.Context, q sandbox.Quota) (sandbox.QuotaU
 	return m.QuotaOf(ctx, q.Namespace)
 }
 
-// QuotaOf is the quota of a namespace and what it uses of it.
+// QuotaOf returns the quota of a namespace and how much of it is used.
 func (m *Manager) QuotaOf(_ context.Context, n sandbox.Namespace) (sandbox.QuotaUse, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -44,8 +45,8 @@ func (m *Manager) QuotaOf(_ context.Context, n sandbox.Namespace) (sandbox.Quota
 	return use, nil
 }
 
-// admit refuses one more sandbox of a namespace that has as many as it may have.
-// It is called with the mutex, which its caller holds until the sandbox counts.
+// admit refuses one more sandbox for a namespace whose quota is full. The caller
+// holds the mutex until the sandbox counts.
 func (m *Manager) admit(n sandbox.Namespace) error {
 	q := m.capacity.quota(n)
 	if q.Sandboxes == 0 {

@@ -29,8 +29,8 @@ func wantOver(t *testing.T, what string, err error) {
 	}
 }
 
-// TestQuota: claims, forks, refills and resumes stay within it, it outlives the
-// daemon, and what ends or hibernates gives back what it had.
+// TestQuota: claims, forks, refills and resumes stay within it, and it outlives
+// the daemon. A sandbox that ends or hibernates gives back its share.
 func TestQuota(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)
@@ -76,7 +76,7 @@ func TestQuota(t *testing.T) {
 			t.Error(err)
 		}
 
-		// A hibernated one reserves no memory, but is one.
+		// A hibernated sandbox reserves no memory, but counts as a sandbox.
 		if _, err := m.Hibernate(ctx, key("a")); err != nil {
 			t.Fatal(err)
 		}
@@ -137,8 +137,8 @@ func TestQuota(t *testing.T) {
 	})
 }
 
-// TestQuotaAtOnce: however many come at once, no more are let in, and what fails
-// gives back what it took.
+// TestQuotaAtOnce: any number of concurrent calls stays within it, and a call
+// that fails gives back its share.
 func TestQuotaAtOnce(t *testing.T) {
 	h := nodetest.NewHost(t)
 	m := daemon(t, t.TempDir(), h)

@@ -18,8 +18,8 @@ type objects struct {
 	Answers     map[string]keptAnswer         `json:"outcomes"`
 }
 
-// recorded is what testdata/journal was written from: each field of each type has a
-// value somewhere.
+// recorded has the objects from which testdata/journal was written: each field of
+// each type has a value somewhere.
 func recorded() objects {
 	at := func(minute int) time.Time { return time.Date(2026, 11, 16, 20, minute, 0, 123456789, time.UTC) }
 	named := func(name sandbox.Name) sandbox.Key { return sandbox.Key{Namespace: "team", Name: name} }

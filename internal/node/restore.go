@@ -74,15 +74,16 @@ func (m *Manager) restore(ctx context.Context, r sandbox.RestoreRequest, also re
 	return b.now(), nil
 }
 
-// restoring is what a sandbox is made of: a checkpoint's snapshot, what a machine
-// of it holds, and the environment that it is given.
+// restoring is the material for a restored sandbox: a checkpoint's snapshot, the
+// memory that a machine of it holds, and the environment that it gets.
 type restoring struct {
 	snap *snapshot.Snapshot
 	held []sandbox.Held
 	env  sandbox.Env
 }
 
-// restoreFrom makes the machine of a sandbox that has its name and its memory.
+// restoreFrom makes the machine of a sandbox whose name and memory are
+// reserved.
 func (b *member) restoreFrom(ctx context.Context, c sandbox.Checkpoint, from restoring, also record[sandbox.Sandbox]) error {
 	m, s := b.manager, b.now()
 	sb, machine, err := m.restoreMachine(ctx, s, c, from.snap)
@@ -92,9 +93,9 @@ func (b *member) restoreFrom(ctx context.Context, c sandbox.Checkpoint, from res
 	if err != nil {
 		return err
 	}
-	if len(from.env) > 0 { // what it had is there already
-		// Its agent's environment is replaced, secrets included, which only the
-		// store knows.
+	if len(from.env) > 0 { // its earlier environment is there already
+		// The agent's environment is replaced as a whole, including secrets,
+		// which only the store knows.
 		var secrets sandbox.Env
 		if secrets, err = m.secretEnv(s.Namespace, s.Secrets); err == nil {
 			err = setEnv(ctx, sb, merge(s.Env, secrets))
@@ -133,7 +134,8 @@ func (m *Manager) restoreMachine(ctx context.Context, s sandbox.Sandbox, c sandb
 	return sb, machine, err
 }
 
-// holdCheckpoint finds a checkpoint and keeps it from being deleted until done.
+// holdCheckpoint finds a checkpoint and protects it from deletion until done is
+// called.
 func (m *Manager) holdCheckpoint(k sandbox.Key) (c sandbox.Checkpoint, done func(), err error) {
 	m.mu.Lock()
 	if m.restoring[k] < 0 {

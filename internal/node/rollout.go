@@ -12,8 +12,9 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// reconcile brings the pool nearer to its spec and its template. It waits for nothing: what
-// it lacks wakes the pool when it is there, and so does whatever changes meanwhile.
+// reconcile brings the pool nearer to its spec and its template. It never waits: when a
+// missing build, or memory, is there, that wakes the pool again, as do all changes in the
+// meantime.
 func (p *pool) reconcile(ctx context.Context) error {
 	p.mu.Lock()
 	spec := p.spec
@@ -25,13 +26,14 @@ func (p *pool) reconcile(ctx context.Context) error {
 	p.reopen(ctx, t)
 	k := buildKey{Template: t.Key, Revision: t.Revision, Stage: spec.Stage}
 	if !p.has(k) {
-		// What serves is as large as the spec says, whatever becomes of the new revision.
+		// The stocks that serve get the size of the spec, even if the new revision never
+		// becomes ready.
 		p.step(spec, false)
 		b, err := p.ready(ctx, t, k)
 		if err != nil || b == nil {
 			return err
 		}
-		p.step(spec, true) // first the room that the new revision may have
+		p.step(spec, true) // makes room first for the new revision
 		next, err := p.open(ctx, *b, t.Spec, 0)
 		if err != nil {
 			return err
@@ -46,10 +48,10 @@ func (p *pool) reconcile(ctx context.Context) error {
 	return nil
 }
 
-// ready returns the build that the pool is to be of. Without one and without an error it is
-// being made, and its end wakes the pool.
+// ready returns the build that the pool should serve. If it returns neither a build nor an
+// error, the build is being made, and its end wakes the pool.
 func (p *pool) ready(_ context.Context, t sandbox.Template, k buildKey) (*sandbox.Build, error) {
-	if err := p.manager.ensureBuild(t, k.Stage); err != nil { // until another build ends
+	if err := p.manager.ensureBuild(t, k.Stage); err != nil { // for example until another build ends
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		p.set(sandbox.PhasePending, fmt.Sprintf("template %s: %v", t.Name, err))
@@ -79,8 +81,8 @@ func (p *pool) ready(_ context.Context, t sandbox.Template, k buildKey) (*sandbo
 	return nil, nil
 }
 
-// whyAnew says why the snapshot of a template that has not changed is made again; empty if it
-// is not.
+// whyAnew says why the snapshot of an unchanged template is made again. It is empty if the
+// snapshot is not made again.
 func (p *pool) whyAnew(t sandbox.Template) string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -90,8 +92,9 @@ func (p *pool) whyAnew(t sandbox.Template) string {
 	return "its snapshot is made anew: " + p.current.build.Outdated
 }
 
-// earlierBuild is the newest build of another revision of a pool's template, or of the same
-// by another AgentRun: it is there as long as a rollout has not replaced it. nil is none.
+// earlierBuild returns the newest build of another revision of a pool's template, or of the
+// same revision by another AgentRun. It exists until a rollout has replaced it. It returns
+// nil if there is no such build.
 func earlierBuild(tx *journal.Tx, p sandbox.Pool) (newest *sandbox.Build, err error) {
 	template := sandbox.Key{Namespace: p.Namespace, Name: p.Spec.Template}
 	t, _, err := templates.Get(tx, template.String())
@@ -107,8 +110,9 @@ func earlierBuild(tx *journal.Tx, p sandbox.Pool) (newest *sandbox.Build, err er
 	return newest, err
 }
 
-// reopen opens the stock that an earlier daemon was replacing when it ended: it serves until
-// the current one does. While that cannot be, it is tried again with whatever changes.
+// reopen opens the stock that an earlier daemon was replacing when it ended. That stock
+// serves until the current one does. If it cannot be opened, each later change tries it
+// again.
 func (p *pool) reopen(ctx context.Context, t sandbox.Template) {
 	m := p.manager
 	p.mu.Lock()
@@ -124,13 +128,13 @@ func (p *pool) reopen(ctx context.Context, t sandbox.Template) {
 		return
 	}
 	spec := *earlier.Spec
-	spec.NetworkPolicy = t.Spec.NetworkPolicy // that changes without a build
+	spec.NetworkPolicy = t.Spec.NetworkPolicy // the policy changes without a build
 	s, err := p.open(ctx, *earlier, spec, 0)
 	if err != nil {
 		m.cfg.Log.Warn("an earlier revision does not serve", "pool", p.key, "error", err)
 		return
 	}
-	s.served.Store(true) // or else it would have been replaced
+	s.served.Store(true) // a stock that has never served would have been replaced
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.earlier = nil
@@ -141,8 +145,9 @@ func (p *pool) reopen(ctx context.Context, t sandbox.Template) {
 	}
 }
 
-// has reports whether the pool's current stock is of a build. One of an earlier revision
-// that the template has come back to becomes it.
+// has reports whether the pool's current stock is of a build. If the template has come
+// back to an earlier revision whose stock is still there, has makes that stock the
+// current one.
 func (p *pool) has(k buildKey) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -165,8 +170,8 @@ func (p *pool) replace(next *stock) {
 	p.follow(next)
 }
 
-// follow makes a stock the current one. The one before it serves on if it ever has; the
-// lock must be held.
+// follow makes a stock the current one. The previous one keeps serving if one of its
+// machines ever became ready, or if no older stock is left. The caller holds the lock.
 func (p *pool) follow(next *stock) {
 	if last := p.current; last != nil && (last.proven() || len(p.older) == 0) {
 		p.older = append(p.older, last)
@@ -179,8 +184,8 @@ func (p *pool) follow(next *stock) {
 // proven reports whether a machine of the stock has become ready.
 func (s *stock) proven() bool { return s.served.Load() || s.reached.Load() > 0 }
 
-// watch wakes the pool when more of a stock wait than ever before. Whatever else becomes of
-// those that wait, whoever watches the pool is told.
+// watch wakes the pool when more machines of a stock wait than ever before. It reports each
+// change in their number or their last error to the watchers of the pool.
 func (p *pool) watch(s *stock) {
 	var last enginepool.Stats
 	for {
@@ -189,7 +194,7 @@ func (p *pool) watch(s *stock) {
 			last = now
 			return changed
 		}) != nil {
-			return // it closes
+			return // the stock closes
 		}
 		p.manager.noticeStatus()
 		if waiting := int64(last.Waiting); waiting > s.reached.Load() {
@@ -199,17 +204,17 @@ func (p *pool) watch(s *stock) {
 	}
 }
 
-// share is how many machines of earlier revisions and of the current one are to wait, of
-// which reached have waited. There are never more than Replicas and MaxSurge together, and
-// as many ready as before but for MaxUnavailable.
+// share divides the waiting machines between earlier revisions and the current one, of
+// which reached have waited already. Together there are never more than Replicas and
+// MaxSurge. As many are ready as before, except for MaxUnavailable.
 func share(spec sandbox.PoolSpec, reached int) (older, current int) {
 	surge, unavailable := spec.Rollout()
 	older = max(0, spec.Replicas-unavailable-reached)
 	return older, max(0, min(spec.Replicas, spec.Replicas+surge-older))
 }
 
-// step sizes the stocks, and ends those that are needed no longer. With next there is room
-// to be made for a stock that is not there yet.
+// step sets the sizes of the stocks, and ends those that are no longer needed. With next
+// it makes room for a stock that is not there yet.
 func (p *pool) step(spec sandbox.PoolSpec, next bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -246,8 +251,8 @@ func (p *pool) step(spec sandbox.PoolSpec, next bool) {
 	p.sizeOlder(rest)
 }
 
-// sizeOlder has the stocks of earlier revisions keep so many together: the newest those that
-// the others do not have. The lock must be held.
+// sizeOlder sets the total size of the stocks of earlier revisions: the older ones keep the
+// machines that they have, and the newest gets the rest. The caller holds the lock.
 func (p *pool) sizeOlder(count int) {
 	last := len(p.older) - 1
 	var kept []*stock
@@ -265,8 +270,8 @@ func (p *pool) sizeOlder(count int) {
 	p.older = kept
 }
 
-// end closes a stock that has left the pool, in the background: a claim under way may take
-// as long as a ready check. The lock must be held.
+// end closes a stock that has left the pool, in the background: a claim that is under way
+// may take as long as a ready check. The caller holds the lock.
 func (p *pool) end(s *stock) {
 	m := p.manager
 	p.closing = append(p.closing, s)
@@ -282,9 +287,9 @@ func (p *pool) end(s *stock) {
 	})
 }
 
-// serving is the stock to claim of: the newest revision that has a machine waiting, or else
-// the newest of which a machine has become ready. Earlier revisions have to fit. The lock must
-// be held.
+// serving returns the stock to claim from. That is the newest revision with a waiting machine,
+// or else the newest of which a machine has ever become ready. Earlier revisions have to fit.
+// The caller holds the lock.
 func (p *pool) serving(fits func(*stock) bool) *stock {
 	if p.current.ready.Stats().Waiting > 0 {
 		return p.current
@@ -307,7 +312,7 @@ func (p *pool) serving(fits func(*stock) bool) *stock {
 	return p.current
 }
 
-// status is what the pool has.
+// status describes the pool for its users.
 func (p *pool) status() sandbox.PoolStatus {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -317,7 +322,7 @@ func (p *pool) status() sandbox.PoolStatus {
 	}
 	now := p.current.ready.Stats()
 	st.Ready = now.Waiting
-	if p.phase == sandbox.PhaseReady { // the current one is of the template's revision
+	if p.phase == sandbox.PhaseReady { // the current stock is of the template's revision
 		st.Snapshots = now.Waiting
 	}
 	earlier := 0

@@ -134,8 +134,9 @@ func (b *neverReady) Build(ctx context.Context, r BuildRequest) (sandbox.Built, 
 	return b.builder.Build(ctx, r)
 }
 
-// TestRolloutFollowsSpec: a pool is as large as its spec says while the new revision is not
-// built, and while it never becomes ready: it grows, and with replicas: 0 it ends what waits.
+// TestRolloutFollowsSpec: a pool has the size of its spec while the new revision is not
+// built, and while it never becomes ready: it grows, and with replicas: 0 it ends its waiting
+// sandboxes.
 func TestRolloutFollowsSpec(t *testing.T) {
 	for _, image := range []string{"broken", "bad"} {
 		t.Run(image, func(t *testing.T) {
@@ -191,9 +192,9 @@ func TestRolloutMakesRoom(t *testing.T) {
 	})
 }
 
-// TestRolloutGoesOn: what an earlier revision has served before a daemon was killed it serves
-// after it, until the new one does. Then it is gone, be it that the daemon was killed before
-// the last step.
+// TestRolloutGoesOn: a stock of an earlier revision that served before the daemon was killed
+// serves after that, until the new one does. Then it is gone, even if the daemon was killed
+// before the last step.
 func TestRolloutGoesOn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)

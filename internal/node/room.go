@@ -11,18 +11,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// room keeps a part of the state folder's disk free of what tenants store, so that
-// whatever ends or deletes something always can.
+// room keeps a part of the state folder's disk free of data that tenants store, so
+// that operations that end or delete objects always work.
 type room struct {
 	dir     string
 	reserve uint64 // bytes
 
 	mu sync.Mutex // protects pledged
-	// pledged is how many bytes were admitted that are still being stored.
+	// pledged is how many bytes were admitted and are still being stored.
 	pledged uint64
 }
 
-// free is how much room the disk has.
+// free returns the free space of the disk.
 func (r *room) free() (uint64, error) {
 	var st unix.Statfs_t
 	if err := unix.Statfs(r.dir, &st); err != nil {
@@ -31,14 +31,14 @@ func (r *room) free() (uint64, error) {
 	return st.Bavail * uint64(st.Bsize), nil
 }
 
-// admit refuses to store anything more where the reserve is taken of already.
+// admit refuses all further storage if the reserve is already touched.
 func (r *room) admit() error {
 	_, err := r.pledge(0)
 	return err
 }
 
-// pledge refuses to store so many bytes more where they would take of the reserve. They count
-// until stored is called, for those who come meanwhile.
+// pledge refuses to store so many bytes if they would reduce the reserve. Until stored is
+// called, the bytes count against other callers.
 func (r *room) pledge(bytes uint64) (stored func(), err error) {
 	if r.reserve == 0 {
 		return func() {}, nil
@@ -73,13 +73,12 @@ func (r *room) refused(bytes, free, pledged uint64) error {
 		Try("Delete checkpoints, templates or hibernated sandboxes, remove images (`agentrun image prune`), or make the disk larger")
 }
 
-// watchEvery is how often what is being stored is looked at. No event tells that a disk
-// becomes full.
+// watchEvery is how often watch checks the disk while data is being stored. No event
+// tells that a disk becomes full.
 const watchEvery = 200 * time.Millisecond
 
-// watch is a context for something that is stored of which nobody knows how large it
-// becomes: it ends when more than half of the reserve is gone. The cause is the error that
-// whoever asked is to be told.
+// watch returns a context for storing data of unknown size. It ends when more than half of
+// the reserve is used. Its cause is the error for the caller's user.
 func (r *room) watch(ctx context.Context) (_ context.Context, stop func()) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	if r.reserve == 0 {
@@ -103,8 +102,8 @@ func (r *room) watch(ctx context.Context) (_ context.Context, stop func()) {
 	return ctx, func() { cancel(nil) }
 }
 
-// whyNot is the error of what was stored with the context of watch: that there is no room,
-// if it was ended for that.
+// whyNot returns the error of a store with the context of watch. If watch has ended that
+// context, it is the error that there is no room.
 func whyNot(ctx context.Context, err error) error {
 	if cause := context.Cause(ctx); err != nil && sandbox.HasCode(cause, sandbox.CodeCapacity) {
 		return cause
@@ -112,8 +111,9 @@ func whyNot(ctx context.Context, err error) error {
 	return err
 }
 
-// admitCapture sees to it that there is room on the disk for what a machine has, beside what
-// others store. stored is called when it is on disk, or will not be.
+// admitCapture makes sure that the disk has room for a machine's memory and disk, besides
+// the data that others are storing. The caller calls stored when the capture is on disk, or
+// has failed.
 func (m *Manager) admitCapture(ctx context.Context, machine engine.Sandbox) (stored func(), err error) {
 	if m.room.reserve == 0 {
 		return func() {}, nil
@@ -128,8 +128,9 @@ func (m *Manager) admitCapture(ctx context.Context, machine engine.Sandbox) (sto
 	return m.room.pledge(stats.Own + stats.Disk)
 }
 
-// beginMaking is begin for what makes something that the journal has to keep. While the disk
-// is full, the room that is set aside for the journal is for what ends and deletes.
+// beginMaking is begin for operations that add objects to the journal. While the disk is
+// full, the room that is set aside for the journal is kept for operations that end or delete
+// objects.
 func (m *Manager) beginMaking() error {
 	if err := m.begin(); err != nil {
 		return err

@@ -47,7 +47,8 @@ func fillUntil(t *testing.T, m *Manager, left uint64) (filler string) {
 	}
 }
 
-// wantNoRoom: it was refused because of the node's disk, with what to do.
+// wantNoRoom checks that a call was refused because of the node's disk, with
+// advice.
 func wantNoRoom(t *testing.T, what string, err error) {
 	t.Helper()
 	if !sandbox.HasCode(err, sandbox.CodeCapacity) || !strings.Contains(err.Error(), "disk of the node") || !strings.Contains(err.Error(), "Delete checkpoints") {
@@ -55,8 +56,9 @@ func wantNoRoom(t *testing.T, what string, err error) {
 	}
 }
 
-// TestReserve: what tenants store is refused before it takes of the reserve of the disk;
-// claims, forks, ends and deletions go on, and all else when there is room again.
+// TestReserve: storage by tenants is refused before it reduces the reserve of the disk.
+// Claims, forks, ends and deletions keep working, and everything else once there is room
+// again.
 func TestReserve(t *testing.T) {
 	state := smallDisk(t, 64)
 	synctest.Test(t, func(t *testing.T) {
@@ -95,7 +97,7 @@ func TestReserve(t *testing.T) {
 		wantState(t, m, "a", sandbox.Running)
 		wantFolders(t, m, imagesDir, 1)
 		wantFolders(t, m, checkpointsDir, 1)
-		// A template that is there already can be applied: nothing is built.
+		// An existing template can be applied, because that builds nothing.
 		must(t, second(m.ApplyTemplate(ctx, key("python"), sandbox.TemplateSpec{Image: "one", MilliCPUs: 1000, Memory: 64 * mib})))
 		claim(t, m, "d", sandbox.Lifetime{})
 		must(t, third(m.Fork(ctx, sandbox.ForkRequest{Key: key("f"), Spec: sandbox.ForkSpec{Source: "a", Replicas: 2}})))
@@ -110,8 +112,8 @@ func TestReserve(t *testing.T) {
 	})
 }
 
-// TestReserveOfSeveral: what is being stored counts for whoever comes meanwhile, though
-// nothing of it is on the disk yet.
+// TestReserveOfSeveral: data that is being stored counts for later calls, although it
+// is not on the disk yet.
 func TestReserveOfSeveral(t *testing.T) {
 	state := smallDisk(t, 64)
 	synctest.Test(t, func(t *testing.T) {
@@ -205,7 +207,7 @@ func TestBrim(t *testing.T) {
 		must(t, second(m.Hibernate(ctx, key("c"))))
 		checkpoint(t, m, "old", "b")
 		filler := fillUntil(t, m, 0)
-		// Folders of machines need room, too: those that are there are renamed by nobody.
+		// Folders of machines need room, too, and existing ones are never renamed.
 		metadata := map[string]string{"text": strings.Repeat("x", 3000)}
 		var err error
 		for i := 0; err == nil && i < 2000; i++ {

@@ -8,15 +8,16 @@ import (
 )
 
 // roster has the sandboxes that have not ended, by id, by name and in the order of
-// lists. Whoever uses it holds the manager's mutex, so nothing in it walks through all.
+// lists. It is used under the manager's mutex, so no method of it walks through all of
+// them.
 type roster struct {
 	byID   map[sandbox.ID]*member
 	spaces map[sandbox.Namespace]*space
-	// tokens has those whose tokens the node has not derived.
+	// tokens has the sandboxes whose tokens the node has not derived.
 	tokens map[sandbox.TokenHash]*member
 }
 
-// space is the sandboxes of one namespace.
+// space has the sandboxes of one namespace.
 type space struct {
 	byName map[sandbox.Name]*member
 	order  []*member // by position
@@ -46,7 +47,8 @@ func (r roster) add(b *member) {
 	s.order = slices.Insert(s.order, s.after(b.position), b)
 }
 
-// remove is for one that was added. Its name may be another's by now.
+// remove removes a sandbox that was added. Another one may have its name by
+// now.
 func (r roster) remove(b *member) {
 	s := r.spaces[b.key.Namespace]
 	if r.byID[b.id] != b || s == nil {
@@ -74,7 +76,7 @@ func (r roster) count(n sandbox.Namespace) int {
 
 func comparePosition(b *member, position string) int { return strings.Compare(b.position, position) }
 
-// after is where the first comes that is after a position.
+// after is the index of the first sandbox after a position.
 func (s *space) after(position string) int {
 	at, found := slices.BinarySearchFunc(s.order, position, comparePosition)
 	if found {
@@ -83,8 +85,8 @@ func (s *space) after(position string) int {
 	return at
 }
 
-// rosterStep is how many sandboxes are taken from the roster before others have their
-// turn with the mutex.
+// rosterStep is how many sandboxes are read from the roster before the mutex is
+// released for a moment.
 const rosterStep = 128
 
 // eachMember calls f with the sandboxes of a namespace after a position, in order, until
@@ -109,9 +111,9 @@ func (m *Manager) eachMember(n sandbox.Namespace, after string, f func(*member) 
 	}
 }
 
-// eachMemberOf walks through the sandboxes of a namespace after a position, in order; of all
-// if there is none, after the namespace and position of one. Each call returns the next, so
-// many at most.
+// eachMemberOf walks through the sandboxes of a namespace after a position, in order.
+// Without a namespace it walks through all, after the namespace and position of a sandbox.
+// Each call of next returns at most that many further sandboxes.
 func (m *Manager) eachMemberOf(n sandbox.Namespace, after string) (next func(most int) []*member) {
 	spaces := []sandbox.Namespace{n}
 	if n == "" {
@@ -138,12 +140,12 @@ func (m *Manager) eachMemberOf(n sandbox.Namespace, after string) (next func(mos
 	}
 }
 
-// compareSpaces orders namespaces as the keys of their objects are.
+// compareSpaces orders namespaces like the keys of their objects.
 func compareSpaces(a, b sandbox.Namespace) int {
 	return strings.Compare(string(a)+"/", string(b)+"/")
 }
 
-// namespaces are those that have sandboxes, in no order.
+// namespaces returns the namespaces with sandboxes, unordered.
 func (m *Manager) namespaces() (out []sandbox.Namespace) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -153,7 +155,7 @@ func (m *Manager) namespaces() (out []sandbox.Namespace) {
 	return out
 }
 
-// members are all, in no order.
+// members returns all sandboxes, unordered.
 func (m *Manager) members() (out []*member) {
 	for _, n := range m.namespaces() {
 		m.eachMember(n, "", func(b *member) bool {

@@ -11,9 +11,9 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// TestHolderCheckpoint: a checkpoint of a sandbox that holds secrets is sealed,
-// running or hibernated, and is made and restored by who has supplied them alone;
-// what is restored holds them, too.
+// TestHolderCheckpoint: a checkpoint of a running or hibernated sandbox that
+// holds secrets is sealed. Only the supplier of the secrets can make and restore
+// it. The restored sandbox holds them, too.
 func TestHolderCheckpoint(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)

@@ -9,10 +9,10 @@ import (
 	"agentrun.dev/internal/storage/seal"
 )
 
-// sealedFolder has files that are sealed for the next daemon.
+// sealedFolder contains files that are sealed for the next daemon.
 type sealedFolder struct {
 	dir string
-	key *seal.Key // nil: there are none, and none can be made
+	key *seal.Key // nil: the folder has no files, and refuses new ones
 }
 
 // read unseals a file.
@@ -32,7 +32,7 @@ func (s sealedFolder) read(name string) ([]byte, error) {
 	return s.key.Unseal(b)
 }
 
-// write makes or replaces a file; whoever is killed meanwhile has changed nothing.
+// write makes or replaces a file. A kill in between leaves the old state.
 func (s sealedFolder) write(name string, b []byte) error {
 	if err := os.MkdirAll(s.dir, 0o700); err != nil {
 		return err

@@ -11,13 +11,14 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// ApplySecret makes a secret or replaces all of its values. Sandboxes that were
-// claimed keep what they have in them; what is put into their requests is the new value.
+// ApplySecret makes a secret or replaces all of its values. Claimed sandboxes keep the
+// values that they have inside; their requests get the new value.
 func (m *Manager) ApplySecret(ctx context.Context, k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error) {
 	return m.putSecret(ctx, k, data, true)
 }
 
-// SetSecret sets some values of a secret, and makes it if it is not there.
+// SetSecret sets some values of a secret, and makes the secret if it does not
+// exist.
 func (m *Manager) SetSecret(ctx context.Context, k sandbox.Key, data sandbox.SecretData) (sandbox.Secret, error) {
 	return m.putSecret(ctx, k, data, false)
 }
@@ -40,8 +41,8 @@ func (m *Manager) putSecret(ctx context.Context, k sandbox.Key, data sandbox.Sec
 	})
 }
 
-// DeleteSecret deletes a secret. Sandboxes that were claimed keep what they have in them;
-// requests that ask for it are refused.
+// DeleteSecret deletes a secret. Claimed sandboxes keep the values that they have inside;
+// requests that ask for the secret are refused.
 func (m *Manager) DeleteSecret(ctx context.Context, k sandbox.Key) error {
 	if err := m.begin(); err != nil {
 		return err
@@ -55,7 +56,7 @@ func (m *Manager) DeleteSecret(ctx context.Context, k sandbox.Key) error {
 	return err
 }
 
-// Secret returns what may be known of a secret.
+// Secret returns the public part of a secret.
 func (m *Manager) Secret(_ context.Context, k sandbox.Key) (sandbox.Secret, error) {
 	r := m.secrets.get(k)
 	if r == nil {
@@ -75,7 +76,7 @@ func (m *Manager) Secrets(_ context.Context, n sandbox.Namespace, p sandbox.Page
 	return out[:min(len(out), p.Most())], nil
 }
 
-// secretEnv is the variables that a claim's references stand for.
+// secretEnv returns the variables for a claim's references to secrets.
 func (m *Manager) secretEnv(n sandbox.Namespace, refs []sandbox.SecretRef) (sandbox.Env, error) {
 	if len(refs) == 0 {
 		return nil, nil
@@ -94,14 +95,14 @@ func (m *Manager) secretEnv(n sandbox.Namespace, refs []sandbox.SecretRef) (sand
 	return env, nil
 }
 
-// claimSecrets is the variables that a claim's secrets become: those that it refers to, and
-// those that came with it.
+// claimSecrets returns the variables for all of a claim's secrets: those that it refers to,
+// and those that came with it.
 func (m *Manager) claimSecrets(r sandbox.ClaimRequest) (sandbox.Env, error) {
 	env, err := m.secretEnv(r.Namespace, r.Spec.Secrets)
 	if err != nil || len(r.Values) == 0 {
 		return env, err
 	}
-	if m.cfg.Key == nil { // images could not be sealed
+	if m.cfg.Key == nil { // snapshots could not be sealed
 		return nil, sandbox.Errorf(sandbox.CodeUnimplemented, "this daemon takes no secrets").Because("it has no key for them")
 	}
 	given := make(sandbox.Env, len(r.Values))
@@ -111,7 +112,7 @@ func (m *Manager) claimSecrets(r sandbox.ClaimRequest) (sandbox.Env, error) {
 	return merge(env, given), nil
 }
 
-// secretValue is what a reference stands for.
+// secretValue returns the value that a reference names.
 func (m *Manager) secretValue(n sandbox.Namespace, r sandbox.SecretRef) (string, error) {
 	k := sandbox.Key{Namespace: n, Name: r.Secret}
 	have := m.secrets.get(k)
@@ -126,7 +127,7 @@ func (m *Manager) secretValue(n sandbox.Namespace, r sandbox.SecretRef) (string,
 	return string(value), nil
 }
 
-// sealing is how images of a sandbox are written.
+// sealing returns the options with which images of a sandbox are written.
 func (m *Manager) sealing(s sandbox.Sandbox) []snapshot.Option {
 	if !s.HoldsSecrets() {
 		return nil
@@ -134,9 +135,9 @@ func (m *Manager) sealing(s sandbox.Sandbox) []snapshot.Option {
 	return []snapshot.Option{snapshot.Sealed(m.cfg.Key)}
 }
 
-// mayCopy refuses whoever has not supplied the secrets that a sandbox holds: its
-// forks, its checkpoints and what is restored from them hold them too. What is done
-// is written down either way; what is the verb.
+// mayCopy refuses principals that have not supplied the secrets that a sandbox
+// holds, because its forks, its checkpoints and sandboxes restored from them hold
+// the secrets too. It logs both outcomes. what is the verb in its messages.
 func (m *Manager) mayCopy(ctx context.Context, s sandbox.Sandbox, what string) error {
 	if !s.HoldsSecrets() {
 		return nil

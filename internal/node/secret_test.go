@@ -129,7 +129,7 @@ func TestSecretStoreRefuses(t *testing.T) {
 	if err := open(another); !errors.Is(err, seal.ErrKey) {
 		t.Errorf("with another key: %v", err)
 	}
-	// Who was killed while writing has changed nothing.
+	// A writer that was killed has changed nothing.
 	if err := os.WriteFile(filepath.Join(secrets, tempSecret+"1"), []byte("half"), 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -159,7 +159,7 @@ func TestSecretStoreRefuses(t *testing.T) {
 }
 
 // TestHolder: a claim's agent has the values, the journal has references, and
-// images are sealed; who supplied the secrets may fork, others may not.
+// images are sealed. The supplier of the secrets may fork, others may not.
 func TestHolder(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log bytes.Buffer
@@ -231,8 +231,8 @@ func TestHolder(t *testing.T) {
 	})
 }
 
-// TestHolderExec: what runs in the sandbox has the value, after a restart of the
-// daemon and after the secret was deleted as well.
+// TestHolderExec: programs in the sandbox have the value, also after a restart
+// of the daemon and after the secret was deleted.
 func TestHolderExec(t *testing.T) {
 	dir, h := t.TempDir(), nodetest.NewHost(t)
 	h.Execs = true

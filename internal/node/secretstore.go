@@ -17,20 +17,23 @@ import (
 	"agentrun.dev/internal/storage/seal"
 )
 
-// secretStore holds secrets in memory, and sealed in a folder for the next
-// daemon: one file each, named <namespace>.<name>. They are not in the journal.
+// secretStore holds secrets in memory. For the next daemon it also keeps them
+// sealed in a folder: one file each, named <namespace>.<name>. They are not in
+// the journal.
 type secretStore struct {
 	sealedFolder
 
-	turns keyTurns // of those who change a secret and its file
+	turns keyTurns // held while a secret and its file are changed
 
 	mu      sync.Mutex // protects records
 	records map[sandbox.Key]*secretRecord
 }
 
-// secretRecord is what is sealed. One that is in the store does not change.
+// secretRecord is the content of a sealed file. A record in the store never
+// changes.
 type secretRecord struct {
-	// Namespace and Name are in the file too: it cannot pass for another one.
+	// Namespace and Name are also inside the file, so that the file cannot be
+	// used for another secret.
 	Namespace sandbox.Namespace `json:"namespace"`
 	Name      sandbox.Name      `json:"name"`
 	Created   time.Time         `json:"created"`
@@ -38,20 +41,20 @@ type secretRecord struct {
 	Data      map[string][]byte `json:"data"`
 }
 
-// String tells nothing of the values.
+// String shows nothing of the values.
 func (r *secretRecord) String() string { return "secretRecord{…}" }
 
-// GoString is what %#v prints.
+// GoString is the output of %#v.
 func (r *secretRecord) GoString() string { return r.String() }
 
 func (r *secretRecord) public() sandbox.Secret {
 	return sandbox.Secret{Key: sandbox.Key{Namespace: r.Namespace, Name: r.Name}, Keys: slices.Sorted(maps.Keys(r.Data)), Created: r.Created, Changed: r.Changed}
 }
 
-// SecretsFolder is where the secrets of a state folder are.
+// SecretsFolder is the folder with the secrets of a state folder.
 func SecretsFolder(dir string) string { return filepath.Join(dir, secretsDir) }
 
-// Names in the folder. No secret begins with a dot.
+// Names in the folder. Names of secrets never begin with a dot.
 const (
 	keyCheckName  = ".key"
 	tempSecret    = ".new-"
@@ -73,7 +76,7 @@ func openSecrets(dir string, key *seal.Key) (*secretStore, error) {
 	}
 	for _, e := range entries {
 		switch {
-		case strings.HasPrefix(e.Name(), tempSecret): // whoever wrote it was killed
+		case strings.HasPrefix(e.Name(), tempSecret): // left by a writer that was killed
 			err = os.Remove(filepath.Join(dir, e.Name()))
 		case e.Name() != keyCheckName:
 			err = s.load(e.Name())
@@ -85,8 +88,9 @@ func openSecrets(dir string, key *seal.Key) (*secretStore, error) {
 	return s, nil
 }
 
-// checkKey refuses another key than that of the daemon before: sandboxes that
-// run may come from images that were sealed with it, and would be given up.
+// checkKey refuses a key that differs from the last daemon's. Running sandboxes
+// may come from images that were sealed with the last key, and would be given
+// up.
 func (s *secretStore) checkKey() error {
 	path := filepath.Join(s.dir, keyCheckName)
 	b, err := os.ReadFile(path)
@@ -113,7 +117,7 @@ func (s *secretStore) load(name string) error {
 		return err
 	}
 	var r secretRecord
-	if json.Unmarshal(b, &r) != nil { // the error may have a part of a value in it
+	if json.Unmarshal(b, &r) != nil { // the error may contain a part of a value
 		return errors.New("it is damaged")
 	}
 	if k := (sandbox.Key{Namespace: r.Namespace, Name: r.Name}); secretFile(k) == name && sandbox.SecretData(r.Data).Validate() == nil {
@@ -123,7 +127,7 @@ func (s *secretStore) load(name string) error {
 	return errors.New("it is the file of another secret")
 }
 
-// secretFile is the name of a secret's file. Names have no dots.
+// secretFile is the name of a secret's file. Names contain no dots.
 func secretFile(k sandbox.Key) string { return string(k.Namespace) + "." + string(k.Name) }
 
 func (s *secretStore) get(k sandbox.Key) *secretRecord {
@@ -138,7 +142,8 @@ func (s *secretStore) all() []*secretRecord {
 	return slices.Collect(maps.Values(s.records))
 }
 
-// change makes a record of the one that is there, or removes it if do gives none.
+// change replaces a record by the one that do returns, or removes it if do
+// returns nil.
 func (s *secretStore) change(k sandbox.Key, do func(old *secretRecord) (*secretRecord, error)) (sandbox.Secret, error) {
 	if s.key == nil {
 		return sandbox.Secret{}, sandbox.Errorf(sandbox.CodeUnimplemented, "this daemon keeps no secrets").Because("it has no key for them")

@@ -10,7 +10,7 @@ import (
 
 // forkClaimed makes a machine for a claim.
 func (m *Manager) forkClaimed(ctx context.Context, s *stock, hostname string) (_ *parked, err error) {
-	// A claim for which there is no memory is told so at once.
+	// A claim without enough memory fails at once.
 	namespace, memory := s.build.Template.Namespace, m.machineMemory(s.spec)
 	if err := m.reserve(namespace, memory, s.held...); err != nil {
 		return nil, err
@@ -30,15 +30,15 @@ func (m *Manager) forkClaimed(ctx context.Context, s *stock, hostname string) (_
 	if err != nil {
 		return nil, err
 	}
-	release() // nobody knows how long the ready check and the warm-up of a template take
+	release() // the ready check and the warm-up of a template may take any time
 	if err := m.finish(ctx, s, p.Sandbox); err != nil {
 		return nil, errors.Join(err, p.Close())
 	}
 	return p, nil
 }
 
-// forkWaiting forks a machine that is going to wait in a pool until it is claimed. The
-// fork has a turn of its own, as has each rehearsal of a claim after it.
+// forkWaiting forks a machine that will wait in a pool until it is claimed. The fork
+// has a turn of its own, and so has each rehearsal after it.
 func (m *Manager) forkWaiting(ctx context.Context, s *stock) (_ *parked, err error) {
 	if err := m.cordon.wait(ctx); err != nil {
 		return nil, err
@@ -50,7 +50,7 @@ func (m *Manager) forkWaiting(ctx context.Context, s *stock) (_ *parked, err err
 	defer func() { release() }()
 	ctx, end := m.observer.Begin(ctx, sandbox.Work{Op: sandbox.OpFork, Pool: s.pool})
 	defer func() { end(sandbox.Outcome{Err: err}) }()
-	// Not before its turn: a claim may need the memory until then.
+	// This comes with its turn, because a claim may need the memory until then.
 	memory := m.machineMemory(s.spec)
 	if err := m.reserve(s.build.Template.Namespace, memory, s.held...); err != nil {
 		return nil, err

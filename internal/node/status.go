@@ -8,18 +8,18 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// What pools and the node have changes with each sandbox. So that whoever watches learns
-// of it, with a resource version, it is written to the journal: at once, and then all
-// that has changed together, not more often than statusEvery.
+// The status of pools and of the node changes with each sandbox. It is written to the
+// journal, so that watchers learn of a change, with a resource version. The first change
+// is written at once, and then all further ones together, at most every statusEvery.
 const statusEvery = 200 * time.Millisecond
 
-// poolRecord is what a pool has had, as it was written last.
+// poolRecord is the status of a pool, as it was written last.
 type poolRecord struct {
 	sandbox.Key
 	sandbox.PoolStatus
 }
 
-// nodeRecord is what the node has, likewise.
+// nodeRecord is the status of the node, as it was written last.
 type nodeRecord struct {
 	Reserved    uint64 `json:"reserved"`
 	Sandboxes   int    `json:"sandboxes"`
@@ -27,7 +27,8 @@ type nodeRecord struct {
 	Checkpoints int    `json:"checkpoints"`
 	Starts      int    `json:"starts"`
 	Builds      int    `json:"builds"`
-	// Left is how many run that are to be hibernated, Problems how many cannot be.
+	// Left counts running sandboxes that a drain still has to hibernate, Problems
+	// those that it could not.
 	Left     int `json:"left,omitempty"`
 	Problems int `json:"problems,omitempty"`
 }
@@ -37,11 +38,11 @@ var (
 	nodeRecords  = journal.Collection[nodeRecord]("node")
 )
 
-// nodeKey is that of the only nodeRecord.
+// nodeKey is the key of the only nodeRecord.
 const nodeKey = "status"
 
-// noticeStatus is called when what a pool or the node has may have changed. It waits for
-// nobody.
+// noticeStatus is called when the status of a pool or of the node may have changed. It
+// does not wait.
 func (m *Manager) noticeStatus() {
 	select {
 	case m.statusChanged <- struct{}{}:
@@ -49,7 +50,8 @@ func (m *Manager) noticeStatus() {
 	}
 }
 
-// recordStatuses keeps the journal in line with what pools and the node have.
+// recordStatuses keeps the journal up to date with the status of the pools and
+// the node.
 func (m *Manager) recordStatuses() {
 	written := map[sandbox.Key]sandbox.PoolStatus{}
 	var node nodeRecord
@@ -71,7 +73,7 @@ func (m *Manager) recordStatuses() {
 	}
 }
 
-// recordStatus writes what has changed since it was written.
+// recordStatus writes the statuses that have changed since they were written.
 func (m *Manager) recordStatus(written map[sandbox.Key]sandbox.PoolStatus, node *nodeRecord) error {
 	now := m.poolsNow()
 	maps.DeleteFunc(written, func(k sandbox.Key, _ sandbox.PoolStatus) bool { _, there := now[k]; return !there })
@@ -83,7 +85,7 @@ func (m *Manager) recordStatus(written map[sandbox.Key]sandbox.PoolStatus, node 
 	err := m.db.Update(func(tx *journal.Tx) error {
 		for k, st := range now {
 			if _, there := pools.Version(tx, k.String()); !there {
-				continue // it was deleted meanwhile
+				continue // it was deleted in the meantime
 			}
 			if err := poolStatuses.Put(tx, k.String(), poolRecord{k, st}); err != nil {
 				return err
@@ -101,7 +103,7 @@ func (m *Manager) recordStatus(written map[sandbox.Key]sandbox.PoolStatus, node 
 	return err
 }
 
-// poolsNow is what all pools have.
+// poolsNow returns the status of all pools.
 func (m *Manager) poolsNow() map[sandbox.Key]sandbox.PoolStatus {
 	m.mu.Lock()
 	running := maps.Clone(m.pools)
@@ -113,7 +115,7 @@ func (m *Manager) poolsNow() map[sandbox.Key]sandbox.PoolStatus {
 	return out
 }
 
-// load is what the node has.
+// load returns the status of the node.
 func (m *Manager) load() nodeRecord {
 	n := nodeRecord{Reserved: m.capacity.reserved(), Starts: m.turns.waiting(), Builds: m.buildTurns.waiting()}
 	var running int

@@ -13,8 +13,8 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// openHeld opens a snapshot that a machine is to be made of, and lists what that
-// will hold.
+// openHeld opens a snapshot for a machine, and lists the parts that the machine
+// will hold in memory.
 func (m *Manager) openHeld(dir, owner string) (*snapshot.Snapshot, []sandbox.Held, error) {
 	snap, err := snapshot.Open(dir, snapshot.WithKey(m.cfg.Key))
 	if err != nil {
@@ -28,8 +28,9 @@ func (m *Manager) openHeld(dir, owner string) (*snapshot.Snapshot, []sandbox.Hel
 	return snap, held, nil
 }
 
-// ownBytes is what an image or a checkpoint takes on disk beyond the templates of
-// the node. It counts in the quota of its namespace.
+// ownBytes is the size on disk of an image or a checkpoint, without the layers
+// that it shares with templates of the node. It counts in the quota of its
+// namespace.
 func (m *Manager) ownBytes(dir string) (uint64, error) {
 	shared, err := m.templateLayers()
 	if err != nil {
@@ -38,7 +39,7 @@ func (m *Manager) ownBytes(dir string) (uint64, error) {
 	return snapshot.BytesBeside(dir, func(digest string) bool { return shared[digest] })
 }
 
-// templateLayers are the layers of all templates, by digest.
+// templateLayers returns the layers of all templates, by digest.
 func (m *Manager) templateLayers() (map[string]bool, error) {
 	templates, err := filepath.Glob(filepath.Join(m.cfg.Dir, snapshotsDir, "*"))
 	if err != nil {
@@ -57,15 +58,15 @@ func (m *Manager) templateLayers() (map[string]bool, error) {
 	return shared, nil
 }
 
-// dropHeld frees what no machine holds any more.
+// dropHeld frees memory that no machine holds any more.
 func (m *Manager) dropHeld(ids []string) {
 	if err := m.cfg.Engine.Drop(ids); err != nil {
 		m.cfg.Log.Error("free memory that is not used", "error", err)
 	}
 }
 
-// count adds up what a folder takes, and counts it in the quota of a namespace, or
-// refuses; kept is 0 then.
+// count sets kept to the size of a folder and counts it in the quota of a
+// namespace. If the quota refuses it, kept is 0.
 func (m *Manager) count(n sandbox.Namespace, dir string, kept *uint64) error {
 	bytes, err := m.ownBytes(dir)
 	if err == nil {
@@ -77,16 +78,16 @@ func (m *Manager) count(n sandbox.Namespace, dir string, kept *uint64) error {
 	return err
 }
 
-// beginCheckpoint sees to it that there is room for a checkpoint of a sandbox. Of
-// one that runs there are two copies in memory until its checkpoint is on disk,
-// which is what done says.
+// beginCheckpoint makes sure that there is room for a checkpoint of a sandbox. A
+// running sandbox has two copies in memory until its checkpoint is on disk. The
+// caller calls done then.
 func (m *Manager) beginCheckpoint(ctx context.Context, b *member) (done func(), err error) {
 	s := b.now()
 	if err := errors.Join(m.room.admit(), m.capacity.store(s.Namespace, 0)); err != nil {
 		return nil, err
 	}
 	stored := func() {}
-	if b.machine != nil { // else it shares what is there
+	if b.machine != nil { // otherwise it shares the layers that are on disk
 		if stored, err = m.admitCapture(ctx, b.machine); err != nil {
 			return nil, err
 		}
@@ -105,8 +106,9 @@ func (m *Manager) beginCheckpoint(ctx context.Context, b *member) (done func(), 
 	}, nil
 }
 
-// measurer adds up what is stored, where the journal does not say it: a program that
-// did not count yet has written it. No image is empty, and no checkpoint.
+// measurer measures stored data whose size the journal lacks, because an earlier
+// version has stored it. A size of 0 means that it is unknown: no image and no
+// checkpoint is empty.
 type measurer struct {
 	manager *Manager
 	shared  func() (map[string]bool, error)
@@ -144,13 +146,13 @@ func (m measurer) measure(dir string) (uint64, error) {
 	}
 	bytes, err := snapshot.BytesBeside(dir, func(digest string) bool { return shared[digest] })
 	if errors.Is(err, fs.ErrNotExist) {
-		return 0, nil // whoever wants to use it is told
+		return 0, nil // its next user gets the error
 	}
 	return bytes, err
 }
 
-// recoverStorage counts what checkpoints and builds take on disk. The images of hibernated
-// sandboxes are counted where these are adopted.
+// recoverStorage counts the bytes of checkpoints and builds on disk. The images of
+// hibernated sandboxes are counted where the sandboxes are adopted.
 func (m *Manager) recoverStorage() error {
 	return m.db.View(func(tx *journal.Tx) error {
 		err := checkpoints.Each(tx, "", func(_ string, c sandbox.Checkpoint) error {

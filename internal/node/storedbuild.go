@@ -12,12 +12,12 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// pulls are the images that builds have pulled, by the namespaces that have pulled them and
-// the names that templates have for them. They go with the last template of the namespace;
-// those that somebody else has put there stay.
+// pulls has the images that builds have pulled, by namespace and by the name in its
+// templates. They are removed with the namespace's last template that uses them. Images
+// from other sources stay.
 //
-// pulled has those of AgentRuns in which images belonged to no namespace. They are
-// published, and go with the last template of any namespace.
+// pulled has the images of earlier versions, in which images belonged to no namespace. They
+// are published, and are removed with the last template of any namespace.
 var (
 	pulls  = journal.Collection[pulledImage]("pulls")
 	pulled = journal.Collection[pulledImage]("pulled")
@@ -28,7 +28,7 @@ type pulledImage struct {
 	Name      string            `json:"name"`
 }
 
-// key is that of a record in pulls, or in pulled. No name has a space.
+// key is the key of the record in pulls, or in pulled. Names contain no spaces.
 func (p pulledImage) key() string {
 	if p.Namespace == "" {
 		return p.Name
@@ -56,8 +56,8 @@ func (m *Manager) pulledFor(n sandbox.Namespace, name string) (found bool, err e
 	return found, err
 }
 
-// notePull is called before a build pulls an image: a daemon that comes after a crash
-// knows, too, whose it is.
+// notePull is called before a build pulls an image. So even after a crash the next
+// daemon knows the namespace of the image.
 func (m *Manager) notePull(n sandbox.Namespace, name string) error {
 	m.imageTurn.Lock()
 	defer m.imageTurn.Unlock()
@@ -65,8 +65,8 @@ func (m *Manager) notePull(n sandbox.Namespace, name string) error {
 	return m.db.Update(func(tx *journal.Tx) error { return pulls.Put(tx, p.key(), p) })
 }
 
-// countBuild counts what a build that is over takes on disk in the quota of its namespace,
-// or refuses it.
+// countBuild counts the size on disk of a build that is over in the quota of its
+// namespace, or refuses it.
 func (m *Manager) countBuild(b *sandbox.Build, image string) error {
 	found, err := m.pulledFor(b.Template.Namespace, image)
 	if err != nil {
@@ -81,9 +81,9 @@ func (m *Manager) countBuild(b *sandbox.Build, image string) error {
 	return m.capacity.store(b.Template.Namespace, b.Kept, b.Shares()...)
 }
 
-// countFailed is countBuild for a build that has failed, of which its log and its image are
-// left. Where the quota has no room for them the image is removed, and then the log, and the
-// build says so.
+// countFailed is countBuild for a failed build, which leaves its log and its image. If the
+// quota has no room for them, it removes the image, and then the log, and notes that in the
+// build.
 func (m *Manager) countFailed(b *sandbox.Build, image string) (err error) {
 	failed := *b
 	b.Pulled = 0
@@ -107,8 +107,8 @@ func (m *Manager) countFailed(b *sandbox.Build, image string) (err error) {
 	return errors.Join(err, buildlog.Remove(m.logFile(b.Snapshot)))
 }
 
-// measureBuild is what a build's snapshot, which has a copy of the image's root
-// filesystem, and its log take on disk.
+// measureBuild is the size on disk of a build's snapshot, which includes a copy
+// of the image's root filesystem, and of its log.
 func (m *Manager) measureBuild(b sandbox.Build) (bytes uint64, err error) {
 	bytes, err = snapshot.BytesBeside(m.snapshotDir(b.Snapshot), func(string) bool { return false })
 	if errors.Is(err, fs.ErrNotExist) {
@@ -118,16 +118,16 @@ func (m *Manager) measureBuild(b sandbox.Build) (bytes uint64, err error) {
 	return bytes + log, errors.Join(err, logErr)
 }
 
-// uncountBuild is called with a build as it was, when it has left the journal or does not
-// count any more.
+// uncountBuild takes back the count of a build that has left the journal, or no longer
+// counts. b is the build as it was counted.
 func (m *Manager) uncountBuild(b sandbox.Build) {
 	if b.Counts() {
 		m.capacity.discard(b.Template.Namespace, b.Kept, b.Shares()...)
 	}
 }
 
-// dropImages removes images that builds have pulled and that no template of theirs has any
-// more.
+// dropImages removes images that builds have pulled and that no template of their
+// namespace uses any more.
 func (m *Manager) dropImages() error {
 	m.imageTurn.Lock()
 	defer m.imageTurn.Unlock()
@@ -152,8 +152,8 @@ func (m *Manager) dropImages() error {
 	return err
 }
 
-// dropImage removes an image that a build has pulled. One that is in use is tried again
-// with the next build that ends. The caller has the turn of images.
+// dropImage removes an image that a build has pulled. If the image is in use, that is
+// tried again after the next build. The caller has the turn of images.
 func (m *Manager) dropImage(p pulledImage) error {
 	gone, err := m.cfg.Builder.DropImage(context.WithoutCancel(m.ctx), p.Namespace, p.Name)
 	if err != nil || !gone {
@@ -163,7 +163,7 @@ func (m *Manager) dropImage(p pulledImage) error {
 }
 
 // dropRefused removes the image of a build that its quota has refused, unless another build
-// of the namespace is charged for it: otherwise it would be there, and count for nobody.
+// of the namespace is charged for it. Otherwise the image would stay without being charged.
 func (m *Manager) dropRefused(b sandbox.Build, image string) error {
 	for _, share := range b.Shares() {
 		if m.capacity.isShared(b.Template.Namespace, share.ID) {
@@ -178,7 +178,8 @@ func (m *Manager) dropRefused(b sandbox.Build, image string) error {
 	return m.dropImage(pulledImage{b.Template.Namespace, image})
 }
 
-// builds adds up what builds have left that an earlier program has not counted.
+// builds measures the remains of builds that an earlier version has not
+// counted.
 func (m measurer) builds(tx *journal.Tx) error {
 	var unknown []sandbox.Build
 	err := builds.Each(tx, "", func(_ string, b sandbox.Build) error {

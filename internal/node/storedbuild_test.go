@@ -69,10 +69,10 @@ func wantStored(t *testing.T, m *Manager, n sandbox.Namespace, mibs uint64) {
 	}
 }
 
-// TestStorageOfBuilds: the snapshots and logs of a namespace's templates, and once each
-// image that builds have pulled for them, count in its quota, until they are deleted; so
-// they do for the next daemon. Images that an administrator has put there stay, and count
-// for nobody.
+// TestStorageOfBuilds: the snapshots and logs of a namespace's templates count in its
+// quota until they are deleted, and so does, once, each image that builds have pulled for
+// them. The next daemon counts them, too. Images that an administrator has put there
+// stay, and count for no namespace.
 func TestStorageOfBuilds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)

@@ -12,34 +12,34 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// tally is how much the node has, for its status. It is kept in line with the journal by the
-// commits, so that a status costs the same however many sandboxes, builds and checkpoints
-// there are.
+// tally keeps the numbers for the node's status. The commits keep it in line with the
+// journal. So a status costs the same for any number of sandboxes, builds and checkpoints.
 type tally struct {
 	mu     sync.Mutex // protects all following fields
 	states map[sandbox.ID]sandbox.State
 	counts map[sandbox.State]int
-	// checkpoints are all, by key, those that are being made included.
+	// checkpoints has all checkpoints by key, including unfinished ones.
 	checkpoints map[string]sandbox.ID
-	// built are the builds that are ready, by key.
+	// built has the ready builds, by key.
 	built map[string]readyBuild
-	// changes is how often built has changed, listed the value of it when snapshots was
-	// made of it.
+	// changes counts the changes of built. listed is its value when snapshots was made
+	// from built.
 	changes, listed uint64
 	snapshots       []sandbox.NodeSnapshot // is replaced, never changed
 	// pools has the template of each pool, users the pools of each template.
 	pools map[sandbox.Key]sandbox.Key
 	users map[sandbox.Key]map[sandbox.Name]bool
 
-	// weighing protects disk and is held by who changes it. It is locked before mu.
+	// weighing protects disk, and is held by the goroutine that changes it. It is
+	// locked before mu.
 	weighing sync.Mutex
 	disk     snapshot.Usage
-	// arrived are checkpoints that disk does not have yet, departed those that it still
-	// has. mu protects both.
+	// arrived are checkpoints that disk does not count yet, departed those that it
+	// still counts. mu protects both.
 	arrived, departed map[sandbox.ID]bool
 }
 
-// readyBuild is a build's snapshot, with its digest once somebody has asked.
+// readyBuild is a build's snapshot. Its digest is set once it was asked for.
 type readyBuild struct {
 	sandbox.NodeSnapshot
 	id sandbox.ID
@@ -54,8 +54,8 @@ func newTally() *tally {
 	}
 }
 
-// read counts what the journal has, of which the sandboxes were read already, before any of
-// that is written.
+// read counts the objects of the journal, before the first of them is changed. all has the
+// sandboxes, which were read already.
 func (t *tally) read(tx *journal.Tx, all []sandbox.Sandbox) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -68,17 +68,17 @@ func (t *tally) read(tx *journal.Tx, all []sandbox.Sandbox) error {
 		pools.Each(tx, "", func(_ string, p sandbox.Pool) error { t.setPool(p.Key, p.Spec.Template); return nil }))
 }
 
-// note takes what was committed. It waits for nobody.
+// note takes a commit. It does not wait.
 func (t *tally) note(c journal.Commit) {
 	if c.Failed {
-		return // nothing more is written
+		return // no further commit follows
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, one := range c.Changes {
 		switch one.Collection {
 		case string(sandboxes):
-			s, _ := one.Object.(sandbox.Sandbox) // has no state if it was deleted
+			s, _ := one.Object.(sandbox.Sandbox) // the zero Sandbox of a deletion has no state
 			t.setState(sandbox.ID(one.Key), s.State)
 		case string(checkpoints):
 			k, _ := one.Object.(sandbox.Checkpoint)
@@ -102,7 +102,7 @@ func (t *tally) note(c journal.Commit) {
 	}
 }
 
-// setState counts a sandbox in its state; one without a state is gone.
+// setState counts a sandbox in its state. Without a state the sandbox is gone.
 func (t *tally) setState(id sandbox.ID, s sandbox.State) {
 	if was, there := t.states[id]; there {
 		t.counts[was]--
@@ -114,9 +114,9 @@ func (t *tally) setState(id sandbox.ID, s sandbox.State) {
 	}
 }
 
-// setCheckpoint counts a checkpoint; one without an id is gone.
+// setCheckpoint counts a checkpoint. Without an id the checkpoint is gone.
 func (t *tally) setCheckpoint(key string, id sandbox.ID) {
-	// Each write has it weighed anew: it may be complete by now.
+	// Each write makes disk weigh it again: it may be complete by now.
 	if was := t.checkpoints[key]; was != "" && was != id {
 		delete(t.arrived, was)
 		t.departed[was] = true
@@ -128,7 +128,7 @@ func (t *tally) setCheckpoint(key string, id sandbox.ID) {
 	}
 }
 
-// setBuild lists a build if it is ready; nil is one that is gone.
+// setBuild lists a build if it is ready. nil says that the build is gone.
 func (t *tally) setBuild(key string, b *sandbox.Build) {
 	was, listed := t.built[key]
 	if ready := b != nil && b.Phase == sandbox.PhaseReady; !ready {
@@ -148,7 +148,7 @@ func (t *tally) setBuild(key string, b *sandbox.Build) {
 	}
 }
 
-// setPool notes which template a pool is of; one without a template is gone.
+// setPool records the template of a pool. Without a template the pool is gone.
 func (t *tally) setPool(pool sandbox.Key, template sandbox.Name) {
 	was := t.pools[pool]
 	if delete(t.users[was], pool.Name); len(t.users[was]) == 0 {
@@ -165,8 +165,8 @@ func (t *tally) setPool(pool sandbox.Key, template sandbox.Name) {
 	t.pools[pool], t.users[of][pool.Name] = of, true
 }
 
-// poolOf is one of the pools of a template, if there is any. Those that are committed later
-// are not among them: whoever makes one has the turn of its template.
+// poolOf returns one of the pools of a template, if it has any. It does not
+// see pools that are committed later: their makers need the turn of the template.
 func (t *tally) poolOf(template sandbox.Key) (pool sandbox.Name, found bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -176,8 +176,8 @@ func (t *tally) poolOf(template sandbox.Key) (pool sandbox.Name, found bool) {
 	return "", false
 }
 
-// live counts the sandboxes that have not ended, those of them that run and those that
-// are hibernated, and checkpoints.
+// live counts the sandboxes that have not ended, the running and the hibernated ones
+// among them, and the checkpoints.
 func (t *tally) live() (all, running, hibernated, checkpoints int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -195,8 +195,9 @@ func (t *tally) live() (all, running, hibernated, checkpoints int) {
 	return all, running, hibernated, len(t.checkpoints)
 }
 
-// nodeSnapshots lists the snapshots of builds, in the order of their keys. Those that are
-// being deleted are left out. digest reads that of a snapshot, once.
+// nodeSnapshots lists the snapshots of builds, in the order of their keys, without those
+// that are being deleted. digest reads the digest of a snapshot, and is called once for
+// each.
 func (t *tally) nodeSnapshots(digest func(sandbox.ID) (string, error)) ([]sandbox.NodeSnapshot, error) {
 	t.mu.Lock()
 	if t.listed == t.changes {
@@ -221,7 +222,7 @@ func (t *tally) nodeSnapshots(digest func(sandbox.ID) (string, error)) ([]sandbo
 		if b.Digest == "" {
 			var err error
 			if b.Digest, err = digest(b.id); errors.Is(err, fs.ErrNotExist) {
-				continue // it was deleted meanwhile
+				continue // it was deleted in the meantime
 			} else if err != nil {
 				errs = append(errs, err)
 				continue
@@ -246,8 +247,8 @@ func (t *tally) nodeSnapshots(digest func(sandbox.ID) (string, error)) ([]sandbo
 	return out, nil
 }
 
-// checkpointBytes is what all checkpoints take on disk together, what they share counted
-// once. The folder of each is read once. dir is where one is.
+// checkpointBytes is how much all checkpoints take on disk together, with shared data
+// counted once. The folder of each is read once. dir returns the folder of a checkpoint.
 func (t *tally) checkpointBytes(dir func(sandbox.ID) string) (uint64, error) {
 	t.weighing.Lock()
 	defer t.weighing.Unlock()
@@ -264,7 +265,7 @@ func (t *tally) checkpointBytes(dir func(sandbox.ID) string) (uint64, error) {
 			errs = append(errs, err)
 			t.mu.Lock()
 			if !t.departed[id] {
-				t.arrived[id] = true // the next who asks tries again
+				t.arrived[id] = true // the next caller tries again
 			}
 			t.mu.Unlock()
 		}

@@ -44,7 +44,7 @@ func counted(t *testing.T, m *Manager) (n sandbox.NodeStatus) {
 	return n
 }
 
-// wantCounted compares the status with what is there.
+// wantCounted compares the status with the objects.
 func wantCounted(t *testing.T, m *Manager, when string) {
 	t.Helper()
 	synctest.Wait()
@@ -61,8 +61,8 @@ func wantCounted(t *testing.T, m *Manager, when string) {
 	}
 }
 
-// TestNodeCounts: what the node's status counts is what is there, after each operation and in
-// the next daemon.
+// TestNodeCounts: the counts of the node's status match the objects, after each operation and
+// in the next daemon.
 func TestNodeCounts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)
@@ -109,14 +109,14 @@ func TestNodeCounts(t *testing.T) {
 	})
 }
 
-// unreadable puts what cannot be read into a collection: whoever walks through it fails.
+// unreadable puts an unreadable record into a collection, so that walks through it fail.
 func unreadable(t *testing.T, m *Manager, collection, key string) {
 	t.Helper()
 	must(t, m.db.Update(func(tx *journal.Tx) error { return journal.Collection[string](collection).Put(tx, key, "x") }))
 }
 
-// TestNodeReadsNoRecords: to look at the node reads neither the records of what it has nor,
-// again, the folders of checkpoints.
+// TestNodeReadsNoRecords: reading the node's status reads neither the records of its
+// objects nor, a second time, the folders of checkpoints.
 func TestNodeReadsNoRecords(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		claim(t, m, "a", sandbox.Lifetime{})
@@ -126,7 +126,7 @@ func TestNodeReadsNoRecords(t *testing.T) {
 		for _, collection := range []string{string(builds), string(checkpoints), string(sandboxes)} {
 			unreadable(t, m, collection, "zz/unreadable/1/2")
 		}
-		must(t, m.removeSnapshot(m.checkpointDir(c.ID))) // as if nobody looked
+		must(t, m.removeSnapshot(m.checkpointDir(c.ID))) // as if no call had read it
 		after, err := m.Node(t.Context())
 		if err != nil {
 			t.Fatal(err)
@@ -171,8 +171,8 @@ func TestPoolOrTemplate(t *testing.T) {
 		for range 20 {
 			must(t, second(m.ApplyTemplate(t.Context(), key("t"), sandbox.TemplateSpec{Image: "t", MilliCPUs: 1000, Memory: 64 * mib})))
 			synctest.Wait()
-			// Both would be in one transaction of the journal: the second one gets there, or
-			// waits for its turn, while nobody can write.
+			// Both would be in one transaction of the journal: while writes are blocked, the
+			// second call reaches the journal, or waits for its turn.
 			release := holdJournal(t, m)
 			var applied, deleted error
 			var both sync.WaitGroup

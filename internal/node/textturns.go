@@ -5,8 +5,8 @@ import (
 	"sync"
 )
 
-// textTurns has those who do what is done once at a time for a text, and can be waited for
-// with a context.
+// textTurns serializes the operations on a text. The wait for a turn can be ended by a
+// context.
 type textTurns struct {
 	mu    sync.Mutex // protects taken
 	taken map[string]chan struct{}

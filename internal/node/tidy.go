@@ -7,7 +7,7 @@ import (
 	"agentrun.dev/internal/engine"
 )
 
-// tidyUp frees memory, some time after things were removed.
+// tidyUp frees memory, some time after objects were removed.
 func (m *Manager) tidyUp() {
 	const quiet = time.Second // many may be removed at once
 	for {
@@ -28,7 +28,7 @@ func (m *Manager) tidyUp() {
 	}
 }
 
-// removed is called when something was removed that may have used memory.
+// removed is called when an object was removed that may have used memory.
 func (m *Manager) removed() {
 	select {
 	case m.dirty <- struct{}{}:
@@ -36,9 +36,10 @@ func (m *Manager) removed() {
 	}
 }
 
-// keep says that what is in some folders is in use. Images of hibernated sandboxes
-// and checkpoints are not: they are on disk, and are read when a machine is made of
-// one. Templates are, once there are pools.
+// keep tells the engine that the contents of some folders are in use. Images of
+// hibernated sandboxes and checkpoints are not in use: they are on disk, and are
+// read when a machine is made of one. Snapshots of templates are in use once there
+// are pools.
 func (m *Manager) keep(dirs ...string) error {
 	found := map[string][]string{}
 	for _, dir := range dirs {
@@ -50,8 +51,8 @@ func (m *Manager) keep(dirs ...string) error {
 	return m.cfg.Engine.Keep(found[machinesDir], found[snapshotsDir])
 }
 
-// keepPrograms has the engine delete the programs of other AgentRuns that nothing here was
-// made by.
+// keepPrograms makes the engine delete the programs of other versions of AgentRun, unless a
+// machine or a snapshot of this node was made by them.
 func (m *Manager) keepPrograms() {
 	err := engine.KeepPrograms(m.cfg.Engine, func() (all []string, err error) {
 		for _, pattern := range []string{

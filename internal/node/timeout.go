@@ -8,7 +8,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// arm sets the timer for the next of the sandbox's timeouts. The caller holds b.mu.
+// arm sets the timer for the sandbox's earliest timeout. The caller holds b.mu.
 func (b *member) arm() {
 	if b.timer != nil {
 		b.timer.Stop()
@@ -28,34 +28,34 @@ func (b *member) arm() {
 	}
 }
 
-// wait is for how long nothing is to be done, if anything ever is. The caller holds b.mu.
+// wait returns the time until the timer is needed, if it ever is. The caller holds b.mu.
 func (b *member) wait(now time.Time) (wait time.Duration, limited bool) {
 	next, limited := b.next(now, b.expiring)
-	if !b.record.Expires.IsZero() { // also where another timeout is the next
+	if !b.record.Expires.IsZero() { // also if another timeout comes first
 		next.left = min(next.left, clockEvery)
 	}
 	return max(next.left, b.patient.Sub(now)), limited
 }
 
-// clockEvery is how often the clock is looked at for a sandbox with an end time, at least:
-// clocks are set, and timers stand still while a host is suspended.
+// clockEvery is how often the clock is checked at least for a sandbox with an end time:
+// clocks are set, and timers stop while a host is suspended.
 const clockEvery = time.Minute
 
-// timeUp is one of the ends of a sandbox's time: when, why, and what is to be done.
+// timeUp is one end of a sandbox's time: when, why, and the action.
 type timeUp struct {
 	left   time.Duration
 	why    sandbox.Reason
 	action sandbox.TimeoutAction
 }
 
-// cuts reports whether it does not wait for what is being done with the sandbox, which does
-// not make its life longer. It is not idle meanwhile.
+// cuts reports whether the timeout interrupts other work on the sandbox: such work does not
+// prolong the sandbox's life. The sandbox is not idle during such work.
 func (t timeUp) cuts() bool {
 	return t.why == sandbox.ReasonTimeout && t.action == sandbox.TimeoutKill
 }
 
-// next is the next of the sandbox's timeouts, if it has any, or of those that cut. The caller
-// holds b.mu.
+// next returns the sandbox's earliest timeout, if it has one. With cuts it looks only at
+// timeouts that cut. The caller holds b.mu.
 func (b *member) next(now time.Time, cuts bool) (next timeUp, limited bool) {
 	r := b.record
 	if r.State == sandbox.Starting || r.State == sandbox.Ended {
@@ -85,19 +85,20 @@ func (b *member) next(now time.Time, cuts bool) (next timeUp, limited bool) {
 	return next, limited
 }
 
-// due is next, and whether that timeout is to be acted upon now. The caller holds b.mu.
+// due returns next, and whether that timeout must be acted upon now. The caller holds
+// b.mu.
 func (b *member) due(now time.Time, cuts bool) (next timeUp, due bool) {
 	next, limited := b.next(now, cuts)
 	return next, limited && next.left == 0 && !now.Before(b.patient)
 }
 
-// expire does what is to be done when a timeout is up.
+// expire acts upon a timeout that has passed.
 func (b *member) expire() {
 	m := b.manager
 	b.mu.Lock()
 	up, due := b.due(time.Now(), b.expiring)
 	if !due {
-		b.arm() // the clock was to be looked at
+		b.arm() // only the clock had to be checked
 	}
 	lock := b.lock
 	switch {
@@ -105,7 +106,7 @@ func (b *member) expire() {
 		lock = b.lockToEnd
 	case due:
 		b.expiring = true
-		b.arm() // it may wait for longer than the sandbox lives
+		b.arm() // it may wait longer than the sandbox lives
 		defer b.expired()
 	}
 	b.mu.Unlock()
@@ -121,11 +122,11 @@ func (b *member) expire() {
 		b.mu.Unlock()
 		return
 	}
-	if !up.cuts() || !b.killed { // else its machine has ended, and there is no way back
+	if !up.cuts() || !b.killed { // otherwise its machine has ended, and there is no way back
 		up, due = b.due(time.Now(), up.cuts())
 	}
 	if !due {
-		b.arm() // it was extended or used, or is to be tried later
+		b.arm() // it was extended or used, or is tried later
 	}
 	b.mu.Unlock()
 	if !due {
@@ -147,14 +148,14 @@ func (b *member) expire() {
 	default:
 		err = b.ended(up.why, "")
 	}
-	if errors.Is(err, errNotDue) || ctx.Err() != nil { // it is used, or being ended
+	if errors.Is(err, errNotDue) || ctx.Err() != nil { // the sandbox is in use, or is being ended
 		b.mu.Lock()
 		b.arm()
 		b.mu.Unlock()
 		return
 	}
 	if err == nil && up.action != sandbox.TimeoutKill {
-		// Who lets it go on wants it to run for as long again.
+		// Whoever resumes it wants the full timeout again.
 		err = b.change(func(s *sandbox.Sandbox) { s.Clock = sandbox.Clock{} })
 		b.mu.Lock()
 		b.used = sandbox.Clock{}
@@ -174,7 +175,7 @@ func (b *member) expire() {
 	}
 }
 
-// expired says that expire has done what it waited for.
+// expired marks the end of expire's work.
 func (b *member) expired() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -183,8 +184,8 @@ func (b *member) expired() {
 	}
 }
 
-// retryExpiry is when a timeout is tried again that could not be acted upon, and
-// retryRefused where the quota had no room for what was written.
+// retryExpiry is the pause before a failed timeout is tried again. retryRefused
+// is the pause after the quota had no room for the snapshot.
 const (
 	retryExpiry  = 5 * time.Second
 	retryRefused = time.Minute

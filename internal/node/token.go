@@ -14,8 +14,8 @@ func (r roster) mayTake(token sandbox.TokenHash) error {
 	return sandbox.Errorf(sandbox.CodeConflict, "the token is another sandbox's").Try("Make a new token for each sandbox")
 }
 
-// SandboxOfToken is the sandbox, which has not ended, that a token is for. The context ends
-// when the token is replaced.
+// SandboxOfToken returns the living sandbox of a token. The context ends when the token is
+// replaced.
 func (m *Manager) SandboxOfToken(_ context.Context, t sandbox.Token) (sandbox.Sandbox, context.Context, error) {
 	m.mu.Lock()
 	b := m.roster.tokens[t.Hash]
@@ -35,8 +35,8 @@ func (m *Manager) SandboxOfToken(_ context.Context, t sandbox.Token) (sandbox.Sa
 	return sandbox.Sandbox{}, nil, sandbox.Errorf(sandbox.CodeNotFound, "there is no sandbox that the token is for")
 }
 
-// SetToken replaces a sandbox's token. The one before is refused from then on, and requests
-// that are under way with it end.
+// SetToken replaces a sandbox's token. From then on the old token is refused, and its
+// requests that are under way end.
 func (m *Manager) SetToken(ctx context.Context, k sandbox.Key, token sandbox.TokenHash, when ...sandbox.Precondition) (sandbox.Sandbox, error) {
 	if token == "" {
 		return sandbox.Sandbox{}, sandbox.Invalid("token", "its hash is missing")
@@ -48,7 +48,7 @@ func (m *Manager) SetToken(ctx context.Context, k sandbox.Key, token sandbox.Tok
 		m.mu.Lock()
 		err := m.roster.mayTake(token)
 		if err == nil {
-			m.roster.tokens[token] = b // nobody else takes it meanwhile; it is not good yet
+			m.roster.tokens[token] = b // reserves the token; it is not valid yet
 		}
 		m.mu.Unlock()
 		if err != nil {
@@ -68,8 +68,8 @@ func (m *Manager) SetToken(ctx context.Context, k sandbox.Key, token sandbox.Tok
 	})
 }
 
-// hold makes a token the sandbox's; with an empty one it is the derived one. The caller has
-// the manager's mutex, or the only reference.
+// hold makes a token the sandbox's; empty means the derived one. The caller has the
+// manager's mutex, or the only reference.
 func (b *member) hold(token sandbox.TokenHash) {
 	b.token = token
 	b.until, b.revoke = context.WithCancel(context.Background())

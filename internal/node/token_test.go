@@ -28,8 +28,8 @@ func wantToken(t *testing.T, m *Manager, token sandbox.Token, id sandbox.ID) con
 
 func hashed(text string) sandbox.Token { return sandbox.Token{Hash: sandbox.HashToken(text)} }
 
-// TestTokens: a sandbox has one token, the derived one or that of its caller; the one before is
-// refused, and what is done with it ends.
+// TestTokens: a sandbox has one token, the derived one or that of its caller. An earlier token
+// is refused, and its calls end.
 func TestTokens(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, h := t.TempDir(), nodetest.NewHost(t)
@@ -150,8 +150,8 @@ func TestTokenThatIsNotWritten(t *testing.T) {
 	})
 }
 
-// TestGivenValues: values that come with a claim are in the sandbox's environment and nowhere on
-// disk in the clear; only who gave them copies the sandbox; and they cannot be given again.
+// TestGivenValues: values that come with a claim are in the sandbox's environment and nowhere
+// on disk in the clear. Only their giver can copy the sandbox, and they cannot be given again.
 func TestGivenValues(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, h *nodetest.Host) {
 		alice := sandbox.WithPrincipal(owning(t), "alice")

@@ -10,30 +10,32 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// turns bounds how much of one kind of work is done at once. Starting a machine is
-// mostly the work of a processor: more starts than processors finish no sooner, and all
-// of them finish late. Builds and captures have turns of their own, which may be held
-// for long: so one namespace never holds all of them, and no start waits for one.
+// turns bounds how much work of one kind is done at once. Starting a machine mostly
+// keeps a processor busy: if more machines start than there are processors, all of them
+// become ready late. Builds and captures have turns of their own, which may be held for
+// long. So a namespace never holds all of their turns, and no start waits for a build
+// or a capture.
 //
-// A user waits for the machine of a claim, of a restore, of a sandbox that wakes up
-// and of a child of a fork. These machines go first: in order of arrival within a
-// namespace, and one of each namespace in turn. A namespace that starts a hundred
-// machines so delays the single machine of another by one start. Pools are filled
-// while no user waits.
+// A user waits for the machine of a claim, of a restore, of a sandbox that wakes up and
+// of a child of a fork. These machines go first: in order of arrival within a
+// namespace, and one of each namespace in turn. So a namespace that starts a hundred
+// machines delays the single machine of another by one start. Pools are filled while no
+// user waits.
 type turns struct {
-	most int    // how many turns there are
-	each int    // how many of them one namespace may hold; 0 is all
+	most int    // how many turns exist
+	each int    // how many of them one namespace may hold; 0 sets no limit
 	to   string // what a turn is for
-	// longest is for how long a turn is held at most; 0 is for ever. Then the next one has
-	// it, and whoever had it is late: he goes on without. A namespace of which mostLate are
-	// late gets no turn: starts are bounded also where all of them take long.
+	// longest is how long a turn is held at most; 0 sets no limit. After that time the turn
+	// passes to the next waiter, and its former holder is late: it continues without a
+	// turn. A namespace with mostLate late holders gets no turn, so starts stay bounded
+	// even if all of them take long.
 	longest time.Duration
 
 	mu      sync.Mutex // protects all following fields
 	free    int
 	filling int                       // turns that pools hold
-	holds   map[sandbox.Namespace]int // turns that users hold; none is 0
-	late    map[sandbox.Namespace]int // users that are late, likewise
+	holds   map[sandbox.Namespace]int // turns that users hold; no entry is 0
+	late    map[sandbox.Namespace]int // late users; no entry is 0
 	closed  bool
 	users   map[sandbox.Namespace][]*waiter // in order of arrival; no list is empty
 	next    []sandbox.Namespace             // the keys of users; the first is served next
@@ -42,16 +44,16 @@ type turns struct {
 
 // waiter waits for a turn.
 type waiter struct {
-	namespace sandbox.Namespace // of a user
-	refill    bool              // it fills a pool
+	namespace sandbox.Namespace // of the user
+	refill    bool              // the waiter fills a pool
 	served    chan struct{}
 	err       error // why it got no turn; set before served is closed
 
-	late, ended bool // of the turn; the mutex of turns protects both
+	late, ended bool // of its turn; the mutex of turns protects both
 }
 
-// longestStart is for how long the start of a machine has a turn. One that takes longer
-// does not work, it waits: for the disk, or for a machine that never answers.
+// longestStart is how long the start of a machine may hold a turn. A longer start does
+// not use a processor: it waits for the disk, or for a machine that never answers.
 const longestStart = 2 * time.Second
 
 // mostLate is how many starts of a namespace may be late.
@@ -64,20 +66,22 @@ func newTurns(most int) *turns {
 	}
 }
 
-// newLongTurns are those of work that takes long, of which one namespace holds at most
-// half.
+// newLongTurns makes turns for work that takes long. One namespace holds at most half
+// of them.
 func newLongTurns(most int, to string) *turns {
 	t := newTurns(most)
 	t.each, t.to, t.longest = max(1, most/2), to, 0
 	return t
 }
 
-// TurnsOverview is who has, and who waits for, the turns of one kind of work.
+// TurnsOverview counts the holders of turns of one kind of work, and those who
+// wait.
 type TurnsOverview struct {
-	// Most is how many there are, Each how many of them one namespace has at most.
+	// Most is how many turns there are, Each how many of them one namespace may
+	// hold.
 	Most, Each int
-	// Held are those that somebody has, Waiting are users who wait for one, and Filling
-	// are the steps of pools that do.
+	// Held counts turns that are taken, Waiting the users who wait for a turn, and
+	// Filling the steps of pools that wait.
 	Held, Waiting, Filling int
 }
 
@@ -94,8 +98,8 @@ func (t *turns) overview() TurnsOverview {
 	return o
 }
 
-// take waits for a turn for something that a user of a namespace waits for.
-// release gives the turn back; a second call of it does nothing.
+// take waits for a turn for work that a user of a namespace waits for. release
+// gives the turn back; further calls have no effect.
 func (t *turns) take(ctx context.Context, n sandbox.Namespace) (release func(), err error) {
 	return t.wait(ctx, &waiter{namespace: n, served: make(chan struct{})})
 }
@@ -120,8 +124,8 @@ func (t *turns) wait(ctx context.Context, w *waiter) (release func(), err error)
 		if t.leave(w) {
 			return nil, fmt.Errorf("wait for a turn to %s: %w", t.to, ctx.Err())
 		}
-		// It was served in the same moment: whoever has the turn finds out about the
-		// context.
+		// The turn came in the same moment. The caller notices that the context has
+		// ended.
 	}
 	if w.err != nil {
 		return nil, w.err
@@ -148,7 +152,7 @@ func (t *turns) enter(w *waiter) {
 	t.users[w.namespace] = append(t.users[w.namespace], w)
 }
 
-// leave takes w out of its queue. It reports false if w was served already.
+// leave removes w from its queue. It reports false if w was already served.
 func (t *turns) leave(w *waiter) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -170,7 +174,7 @@ func (t *turns) leave(w *waiter) bool {
 	return true
 }
 
-// serve gives the turns that are free to those who wait. The caller holds t.mu.
+// serve gives the free turns to waiters. The caller holds t.mu.
 func (t *turns) serve() {
 	for t.free > 0 {
 		i := slices.IndexFunc(t.next, t.mayHold)
@@ -189,8 +193,8 @@ func (t *turns) serve() {
 		t.holds[n]++
 		close(w.served)
 	}
-	// Where there are several turns, pools leave one of them to users, who would
-	// otherwise wait until a pool has done its step.
+	// If there are several turns, pools leave one of them to users, who would
+	// otherwise wait until a pool has finished its step.
 	for t.free > 0 && len(t.refills) > 0 && t.filling < max(1, t.most-1) {
 		w := t.refills[0]
 		t.refills = t.refills[1:]
@@ -200,7 +204,7 @@ func (t *turns) serve() {
 	}
 }
 
-// waiting is how many wait for a turn that users wait for.
+// waiting counts the users who wait for a turn.
 func (t *turns) waiting() (n int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -215,7 +219,7 @@ func (t *turns) mayHold(n sandbox.Namespace) bool {
 	return (t.each == 0 || t.holds[n] < t.each) && t.late[n] < mostLate
 }
 
-// expire gives a turn that is held for too long to the next.
+// expire passes on a turn that was held for too long.
 func (t *turns) expire(w *waiter) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -229,7 +233,7 @@ func (t *turns) expire(w *waiter) {
 	t.giveBack(w)
 }
 
-// end is called when whoever got a turn needs it no longer.
+// end is called when the holder of a turn no longer needs it.
 func (t *turns) end(w *waiter) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -245,7 +249,7 @@ func (t *turns) end(w *waiter) {
 	}
 }
 
-// giveBack makes a turn free. The caller holds t.mu.
+// giveBack frees a turn. The caller holds t.mu.
 func (t *turns) giveBack(w *waiter) {
 	t.free++
 	if w.refill {
@@ -256,7 +260,7 @@ func (t *turns) giveBack(w *waiter) {
 	t.serve()
 }
 
-// close refuses a turn to all who wait, and to all who come.
+// close refuses a turn to all present and future waiters.
 func (t *turns) close() {
 	t.mu.Lock()
 	defer t.mu.Unlock()

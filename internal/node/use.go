@@ -8,7 +8,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// use is a sandbox that runs and that somebody uses.
+// use is one use of a running sandbox.
 type use struct {
 	member  *member
 	machine engine.Sandbox
@@ -30,8 +30,8 @@ func (u *use) Stats(ctx context.Context) (sandbox.Stats, error) {
 	return fromStats(s), err
 }
 
-// Use begins to use a sandbox. One that is paused or hibernated goes on; many
-// that ask at once wake it once.
+// Use begins to use a sandbox. It resumes a paused or hibernated one;
+// concurrent calls wake the sandbox once.
 func (m *Manager) Use(ctx context.Context, k sandbox.Key) (sandbox.Session, error) {
 	if err := m.begin(); err != nil {
 		return nil, err
@@ -60,7 +60,7 @@ func (m *Manager) Use(ctx context.Context, k sandbox.Key) (sandbox.Session, erro
 	return u, nil
 }
 
-// use counts a user of a sandbox that runs.
+// use counts a user of a running sandbox.
 func (b *member) use() *use {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -74,7 +74,7 @@ func (b *member) use() *use {
 	return &use{member: b, machine: b.machine, record: *b.record}
 }
 
-// Close implements sandbox.Session. Only the first call counts.
+// Close implements sandbox.Session. Only the first call has an effect.
 func (u *use) Close() {
 	b := u.member
 	b.mu.Lock()

@@ -11,22 +11,22 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// How many watches there are at most: of a principal, of single namespaces, and of all. What
-// tenants leave is for those who see all namespaces.
+// These bound the number of watches: of a principal, of single namespaces, and in total.
+// The difference between the last two is kept for principals that see all namespaces.
 const (
 	maxWatches      = 64
 	maxSpaceWatches = 768
 	maxAllWatches   = 1024
 )
 
-// watchesBegin is how many watches read all that there is at once.
+// watchesBegin is how many watches may read all objects at once.
 const watchesBegin = 4
 
-// bookmarkEvery is after how long a watch that was told nothing is told how far it is. Whoever
-// is in between sees that there is somebody at both ends.
+// bookmarkEvery is after how long an idle watch gets a bookmark. Proxies in between see that
+// both ends are alive.
 const bookmarkEvery = 10 * time.Second
 
-// watchedKinds are those of objects that can be watched.
+// watchedKinds are the kinds of objects that can be watched.
 var watchedKinds = []sandbox.Kind{
 	sandbox.KindNode, sandbox.KindTemplate, sandbox.KindPool, sandbox.KindSandbox, sandbox.KindFork, sandbox.KindCheckpoint,
 }
@@ -36,11 +36,11 @@ type watchers struct {
 	mu  sync.Mutex // protects all following fields
 	by  map[sandbox.Principal]int
 	all int
-	// spaces are those of single namespaces.
+	// spaces counts the watches of single namespaces.
 	spaces int
 }
 
-// begin admits a watch of a namespace, or of all if there is none.
+// begin admits a watch of a namespace, or of all if the namespace is empty.
 func (w *watchers) begin(who sandbox.Principal, n sandbox.Namespace) (end func(), err error) {
 	space := 0
 	if n != "" {
@@ -70,26 +70,27 @@ func (w *watchers) begin(who sandbox.Principal, n sandbox.Namespace) (end func()
 	}, nil
 }
 
-// watch is a watch that is served.
+// watch is one watch that is being served.
 type watch struct {
 	*Manager
 	of   sandbox.WatchRequest
 	each func(sandbox.Event) error
-	at   uint64 // all changes until here were told, or are not wanted
-	// spoke is set when the other side was told something since the last tick of bookmarks.
+	at   uint64 // all changes up to this version were sent, or are not wanted
+	// spoke is set when an event was sent since the last tick of bookmarks.
 	spoke bool
 }
 
-// Version is how far the objects of the node are.
+// Version returns the resource version that the objects of the node have
+// reached.
 func (m *Manager) Version(context.Context) (v sandbox.StateVersion, err error) {
 	v.ID = m.db.ID()
 	err = m.db.View(func(tx *journal.Tx) error { v.Version = tx.Version(); return nil })
 	return v, err
 }
 
-// Watch calls each with what becomes of objects, until ctx ends or a call fails. From 0 on
-// it begins with all that there are, and then says that it is synced; from another resource
-// version it begins with a bookmark.
+// Watch calls each with the changes of objects, until ctx ends or a call fails. From
+// version 0 it begins with all objects, and then says that it is synced. From another
+// resource version it begins with a bookmark.
 func (m *Manager) Watch(ctx context.Context, r sandbox.WatchRequest, each func(sandbox.Event) error) error {
 	if err := m.begin(); err != nil {
 		return err
@@ -105,7 +106,7 @@ func (m *Manager) Watch(ctx context.Context, r sandbox.WatchRequest, each func(s
 	w := &watch{Manager: m, of: r, each: each, at: r.From}
 	if r.From == 0 {
 		err = w.begin(ctx)
-	} else if _, _, _, err = m.changes.after(w.at); err == nil { // what is too old gets no bookmark
+	} else if _, _, _, err = m.changes.after(w.at); err == nil { // a version that is too old gets no bookmark
 		err = w.mark(sandbox.EventBookmark)
 	}
 	if err != nil {
@@ -114,7 +115,7 @@ func (m *Manager) Watch(ctx context.Context, r sandbox.WatchRequest, each func(s
 	return w.follow(ctx)
 }
 
-// checkWatch refuses what no watch can begin from.
+// checkWatch refuses a request from which no watch can begin.
 func (m *Manager) checkWatch(ctx context.Context, r sandbox.WatchRequest) error {
 	for _, k := range r.Kinds {
 		if !slices.Contains(watchedKinds, k) {
@@ -137,7 +138,7 @@ func (m *Manager) checkWatch(ctx context.Context, r sandbox.WatchRequest) error 
 	return nil
 }
 
-// wants reports whether the watch is of objects of a kind.
+// wants reports whether the watch includes objects of a kind.
 func (w *watch) wants(k sandbox.Kind) bool {
 	if k == sandbox.KindNode && w.of.Namespace != "" {
 		return false
@@ -145,13 +146,13 @@ func (w *watch) wants(k sandbox.Kind) bool {
 	return len(w.of.Kinds) == 0 || slices.Contains(w.of.Kinds, k)
 }
 
-// mark tells how far the watch is.
+// mark sends the version that the watch has reached.
 func (w *watch) mark(t sandbox.EventType) error {
 	w.spoke = true
 	return w.each(sandbox.Event{Type: t, ResourceVersion: w.at})
 }
 
-// begin tells of all that there is.
+// begin sends all objects.
 func (w *watch) begin(ctx context.Context) error {
 	select {
 	case w.watchesBegin <- struct{}{}:
@@ -164,7 +165,7 @@ func (w *watch) begin(ctx context.Context) error {
 		return err
 	}
 	for i, c := range all {
-		if all[i] = (change{}); ctx.Err() != nil { // it is not kept for those who are slow
+		if all[i] = (change{}); ctx.Err() != nil { // freed at once, even if the client is slow
 			return ctx.Err()
 		}
 		if err := w.tell(ctx, c); err != nil {
@@ -175,7 +176,7 @@ func (w *watch) begin(ctx context.Context) error {
 	return w.mark(sandbox.EventSynced)
 }
 
-// objects are those that the watch is of, at one resource version.
+// objects returns all objects of the watch, at one resource version.
 func (w *watch) objects() (all []change, version uint64, err error) {
 	add := func(kind sandbox.Kind, k sandbox.Key, version uint64, object any) {
 		if w.of.Namespace == "" || k.Namespace == w.of.Namespace {
@@ -233,8 +234,8 @@ func (w *watch) objects() (all []change, version uint64, err error) {
 	return all, version, err
 }
 
-// sandboxesIn calls f with the sandboxes that a transaction sees. Those that are known as
-// they are there are not read again.
+// sandboxesIn calls f with the sandboxes that a transaction sees. It does not read a
+// sandbox again if known has its latest version.
 func sandboxesIn(tx *journal.Tx, known map[sandbox.ID]*sandbox.Sandbox, f func(*sandbox.Sandbox)) error {
 	return sandboxes.Keys(tx, "", func(id string, version uint64) error {
 		s := known[sandbox.ID(id)]
@@ -252,7 +253,7 @@ func sandboxesIn(tx *journal.Tx, known map[sandbox.ID]*sandbox.Sandbox, f func(*
 	})
 }
 
-// follow tells of what changes.
+// follow sends changes as they come.
 func (w *watch) follow(ctx context.Context) error {
 	bookmark := time.NewTicker(bookmarkEvery)
 	defer bookmark.Stop()
@@ -293,9 +294,9 @@ func (w *watch) follow(ctx context.Context) error {
 	}
 }
 
-// tell tells of a change. An object that is put together of several is read now: it may be
-// newer than the change, of which a later one then tells the same. If it is not there any
-// more, a later change says so.
+// tell sends a change. If the shown object is composed of several, it is read now. It may
+// then be newer than the change, and a later change sends it again. If it no longer
+// exists, a later change says so.
 func (w *watch) tell(ctx context.Context, c change) error {
 	e := sandbox.Event{Type: sandbox.EventObject, ResourceVersion: c.version, Kind: c.kind}
 	if c.deleted {

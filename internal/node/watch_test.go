@@ -19,7 +19,7 @@ import (
 type watcher struct {
 	mu   sync.Mutex // protects all following fields
 	said []string
-	at   uint64        // what to go on from
+	at   uint64        // the version to continue from
 	gate chan struct{} // each waits for it, if there is one
 }
 
@@ -50,14 +50,14 @@ func (w *watcher) each(e sandbox.Event) error {
 	return nil
 }
 
-// where is what to go on from, while the watch goes on.
+// where is the version to continue from, while the watch runs.
 func (w *watcher) where() uint64 {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.at
 }
 
-// take takes what was told since the last time.
+// take returns the events since its last call.
 func (w *watcher) take() (said []string) {
 	synctest.Wait()
 	w.mu.Lock()
@@ -98,8 +98,8 @@ func works(t *testing.T) func(sandbox.Sandbox, error) sandbox.Sandbox {
 	}
 }
 
-// TestWatch: whoever watches is told what is there, that this was all, and then of each
-// change, in one namespace or in all; who is slow holds nobody up.
+// TestWatch: watchers get all objects, a sign that these were all, and then each
+// change, in one namespace or in all. A slow watcher delays no one.
 func TestWatch(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		claim(t, m, "a", sandbox.Lifetime{})
@@ -150,13 +150,13 @@ func TestWatch(t *testing.T) {
 	})
 }
 
-// TestWatchKinds: all kinds of objects are watched, what is put together of several
-// included, and deletions are told with what the object was.
+// TestWatchKinds: all kinds of objects are watched, including those that are
+// composed of several. Deletions are sent with the last state of the object.
 func TestWatchKinds(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		ctx := t.Context()
 		claim(t, m, "a", sandbox.Lifetime{})
-		time.Sleep(time.Minute) // what the node has is written
+		time.Sleep(time.Minute) // the node's status is written
 		all := &watcher{}
 		all.start(t, m, sandbox.WatchRequest{})
 		first := all.take()
@@ -170,7 +170,7 @@ func TestWatchKinds(t *testing.T) {
 		}
 		told := func(want ...string) {
 			t.Helper()
-			time.Sleep(time.Second) // for what is written together
+			time.Sleep(time.Second) // for writes that are grouped
 			said := all.take()
 			for _, w := range want {
 				if !slices.Contains(said, w) {
@@ -206,8 +206,8 @@ func TestWatchKinds(t *testing.T) {
 	})
 }
 
-// TestWatchPool: what a pool has is told as it changes, and at most once in a while however
-// often it does.
+// TestWatchPool: changes of a pool's status are sent, and at most once per interval, even
+// if it changes more often.
 func TestWatchPool(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		var ready []int
@@ -300,10 +300,10 @@ func TestWatchResumes(t *testing.T) {
 	})
 }
 
-// TestWatchIsNeverSilent: a watch of what does not change says so from time to time.
+// TestWatchIsNeverSilent: a watch without changes gets bookmarks from time to time.
 func TestWatchIsNeverSilent(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
-		time.Sleep(time.Hour) // nothing is written any more
+		time.Sleep(time.Hour) // no further write follows
 		w := &watcher{}
 		defer w.start(t, m, onSandboxes("", 0))()
 		w.wants(t, "synced")
@@ -387,8 +387,8 @@ func TestWatchesAreBounded(t *testing.T) {
 	})
 }
 
-// TestChangesAreBounded: so many changes are kept, and so many bytes; who needs those
-// before is told.
+// TestChangesAreBounded: the number and the bytes of the kept changes are bounded. A
+// watch that needs earlier ones gets an error.
 func TestChangesAreBounded(t *testing.T) {
 	onDaemon(t, func(t *testing.T, m *Manager, _ *nodetest.Host) {
 		claim(t, m, "a", sandbox.Lifetime{})

@@ -26,7 +26,7 @@ type written struct {
 	state     sandbox.State
 }
 
-// truth is what the model knows: the changes of all sandboxes.
+// truth is the model's knowledge: the changes of all sandboxes.
 type truth struct {
 	mu  sync.Mutex // protects all
 	all map[uint64]written
@@ -38,8 +38,8 @@ func (tr *truth) note(s sandbox.Sandbox) {
 	tr.all[s.ResourceVersion] = written{s.ID, s.Namespace, s.State}
 }
 
-// span is what a watcher was told between two resource versions, over however many
-// connections.
+// span has the events of a watcher between two resource versions, over any number
+// of connections.
 type span struct {
 	from, to uint64
 	told     map[uint64]written
@@ -51,7 +51,8 @@ type observer struct {
 	name      string
 	namespace sandbox.Namespace
 	impatient bool // hangs up every now and then
-	// stall is waited for in the middle of events, until it is closed; nil is nobody.
+	// stall, if it is not nil, delays the watcher in the middle of events until it is
+	// closed.
 	stall   chan struct{}
 	picture map[sandbox.ID]sandbox.Sandbox
 	spans   []span
@@ -138,7 +139,7 @@ func (o *observer) take(e sandbox.Event) {
 	o.at.Store(e.ResourceVersion)
 }
 
-// check compares what the observer was told with what there is and what there was.
+// check compares the observer's events with the present and past sandboxes.
 func (o *observer) check(t *testing.T, tr *truth, want map[sandbox.ID]sandbox.Sandbox) {
 	t.Helper()
 	for _, e := range o.errs {
@@ -162,10 +163,10 @@ func (o *observer) check(t *testing.T, tr *truth, want map[sandbox.ID]sandbox.Sa
 	}
 }
 
-// TestWatchersHaveTheTruth: many watchers, some of which hang up all the time and one of
-// which stalls, have at last the sandboxes that there are, and were told of each change in
-// between once: while sandboxes come and go, the daemon is killed, and the journal is
-// compacted. What is kept for them is bounded.
+// TestWatchersHaveTheTruth: many watchers end up with the present sandboxes, and have got
+// each change in between once. Some of them hang up all the time, and one stalls.
+// Meanwhile sandboxes come and go, the daemon is killed, and the journal is compacted. The
+// changes that are kept for the watchers stay bounded.
 func TestWatchersHaveTheTruth(t *testing.T) {
 	sandboxes, rounds := soak.Count(10000, 150), 3
 	keep := sandboxes * 4 / 3 // fewer than a stalled watcher misses, more than a list takes
@@ -261,7 +262,7 @@ func TestWatchersHaveTheTruth(t *testing.T) {
 		if round == rounds-1 {
 			break
 		}
-		m.crash() // in the middle of whatever watches and statuses do
+		m.crash() // in the middle of the work of watches and statuses
 		open()
 	}
 	m = now.Load()

@@ -1,6 +1,6 @@
 // Package authority makes certificate authorities for namespaces, and the certificates of
-// hosts that they sign. A CA is trusted by the sandboxes of one namespace alone, and signs
-// for hosts whose requests get credentials put in. docs/design/injection.md has the whole.
+// hosts that they sign. Only the sandboxes of one namespace trust a CA. It signs for hosts
+// whose requests get credentials put in. docs/design/injection.md describes all of it.
 package authority
 
 import (
@@ -24,7 +24,8 @@ import (
 	"agentrun.dev/internal/network/policy"
 )
 
-// How long certificates are valid. They begin a day in the past, as clocks differ.
+// The validity of certificates. It begins a day in the past, because clocks
+// differ.
 const (
 	caLife   = 10 * 365 * 24 * time.Hour
 	leafLife = 90 * 24 * time.Hour
@@ -34,8 +35,8 @@ const (
 // MaxNames is how many names a CA can be limited to.
 const MaxNames = 64
 
-// reserved is a name that nobody has (RFC 6761). A list of permitted names of a kind that has
-// only this one permits none.
+// reserved is a name that no host can have (RFC 6761). A list of permitted names of some kind
+// that has only this one permits no name of that kind.
 const reserved = "invalid"
 
 // Authority is a CA with its key. Formatting it never shows the key.
@@ -44,17 +45,17 @@ type Authority struct {
 	key  crypto.Signer
 }
 
-// String tells nothing of the key.
+// String shows nothing of the key.
 func (a *Authority) String() string { return "Authority(" + a.Fingerprint() + ")" }
 
-// GoString is what %#v prints.
+// GoString is the output of %#v.
 func (a *Authority) GoString() string { return a.String() }
 
-// LogValue is what a log gets.
+// LogValue is the value in a log.
 func (a *Authority) LogValue() slog.Value { return slog.StringValue(a.String()) }
 
-// New makes a CA for a namespace, which clients believe for names and what is below them
-// alone; without names, for all names.
+// New makes a CA for a namespace. Clients accept it only for names and for hosts below
+// them; without names, for all hosts.
 func New(namespace string, names []policy.Name, now time.Time) (*Authority, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -66,7 +67,8 @@ func New(namespace string, names []policy.Name, now time.Time) (*Authority, erro
 	}
 	template := &x509.Certificate{
 		SerialNumber: serial,
-		// Each CA has a name of its own: trust stores find them by name.
+		// Each CA has a name of its own, because trust stores look CAs up by
+		// name.
 		Subject: pkix.Name{
 			Organization: []string{"AgentRun"}, OrganizationalUnit: []string{namespace}, CommonName: fmt.Sprintf("AgentRun CA %x", serial.Bytes()[:4]),
 		},
@@ -103,8 +105,8 @@ func newSerial() (*big.Int, error) {
 	return new(big.Int).SetBytes(b), nil
 }
 
-// Read reads a CA that somebody else has made, from its certificate and its key in PEM. What
-// is wrong with the key is not shown.
+// Read reads a CA from elsewhere, from its certificate and its key in PEM. Its errors show
+// nothing of the key.
 func Read(certificate, key []byte) (*Authority, error) {
 	cert, err := readCertificate(certificate)
 	if err != nil {
@@ -141,7 +143,7 @@ func readCertificate(text []byte) (*x509.Certificate, error) {
 	return cert, nil
 }
 
-// constrained reports whether clients believe a CA for some names only. RFC 5280 §4.2.1.10
+// constrained reports whether clients accept a CA for some names only. RFC 5280 §4.2.1.10
 // wants the extension to be critical: clients that do not know it then refuse the CA.
 func constrained(c *x509.Certificate) bool {
 	if !c.PermittedDNSDomainsCritical {
@@ -172,12 +174,12 @@ func parseKey(der []byte) crypto.Signer {
 	return nil
 }
 
-// Certificate is the CA's certificate in PEM, which anybody may know.
+// Certificate is the CA's certificate in PEM, which is public.
 func (a *Authority) Certificate() []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: a.cert.Raw})
 }
 
-// PrivateKey is the CA's key in PEM. It is for sealing.
+// PrivateKey is the CA's key in PEM. It is only for sealing.
 func (a *Authority) PrivateKey() ([]byte, error) {
 	der, err := x509.MarshalPKCS8PrivateKey(a.key)
 	if err != nil {
@@ -192,16 +194,17 @@ func (a *Authority) Fingerprint() string {
 	return hex.EncodeToString(sum[:])
 }
 
-// Names are the DNS names that the CA is limited to, with what is below them; none is all.
+// Names are the DNS names that the CA is limited to, including hosts below them. An empty
+// list permits all names.
 func (a *Authority) Names() []string { return a.cert.PermittedDNSDomains }
 
 // Subject is the CA's name, for people.
 func (a *Authority) Subject() string { return a.cert.Subject.String() }
 
-// NotAfter is when the CA ends.
+// NotAfter is when the CA's certificate expires.
 func (a *Authority) NotAfter() time.Time { return a.cert.NotAfter }
 
-// Leaf is a certificate for one host, with its key (PKCS #8), both DER.
+// Leaf makes a certificate for one host, with its key (PKCS #8), both DER.
 func (a *Authority) Leaf(host policy.Name, now time.Time) (certificate, key []byte, err error) {
 	fail := func(err error) ([]byte, []byte, error) {
 		return nil, nil, fmt.Errorf("sign a certificate for %s by %s: %w", host, a.Subject(), err)
@@ -235,7 +238,8 @@ func (a *Authority) Leaf(host policy.Name, now time.Time) (certificate, key []by
 	return certificate, key, nil
 }
 
-// commonName is the host, unless it is longer than a common name may be (RFC 5280, 64).
+// commonName is the host, or a fixed name if the host is too long for a common name
+// (RFC 5280, 64).
 func commonName(host policy.Name) string {
 	if len(host) > 64 {
 		return "AgentRun"
@@ -243,7 +247,8 @@ func commonName(host policy.Name) string {
 	return string(host)
 }
 
-// check verifies a certificate as clients do, name constraints and expiry included.
+// check verifies a certificate as clients do, including name constraints and
+// expiry.
 func (a *Authority) check(der []byte, host policy.Name, now time.Time) error {
 	leaf, err := x509.ParseCertificate(der)
 	if err != nil {

@@ -49,7 +49,8 @@ func sign(t *testing.T, a *Authority, template x509.Certificate, usage ...x509.E
 	return err
 }
 
-// TestConstraints: what clients believe of a CA, whoever signs with its key.
+// TestConstraints: the names for which clients accept a CA, even if its key
+// signs for others.
 func TestConstraints(t *testing.T) {
 	server := []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
 	any, limited := newCA(t), newCA(t, "openai.com", "api.example.org")
@@ -117,8 +118,8 @@ func TestLeaf(t *testing.T) {
 	}
 }
 
-// TestRead: a CA that was written is the same; what is no CA of a namespace is refused without
-// showing the key.
+// TestRead: reading a written CA gives the same CA. Any other input is refused without showing
+// the key.
 func TestRead(t *testing.T) {
 	a := newCA(t, "openai.com")
 	key, err := a.PrivateKey()

@@ -1,10 +1,10 @@
-// Package buildlog keeps the log of a build: its beginning and its end, however much is
-// written between them. A log can be read, and followed, while it is written.
+// Package buildlog keeps the log of a build: its beginning and its end, regardless of how
+// much is written between them. A log can be read, and followed, while it is written.
 //
-// Each byte that was ever written has an offset, which it keeps. A log is one or more
-// files, its pieces: the first has the log's path and the first bytes, any other the path
-// with the offset of its first byte behind it. What is no longer kept is the pieces that
-// were removed, so whoever comes to a gap knows how large it is.
+// Each byte that was ever written has an offset, which never changes. A log consists of
+// one or more files, its pieces. The first has the log's path and the first bytes. The
+// path of any other ends with the offset of its first byte. Bytes are dropped by removing
+// whole pieces. So a reader that comes to a gap knows its size.
 package buildlog
 
 import (
@@ -20,8 +20,8 @@ import (
 	"sync"
 )
 
-// What is kept of a log: its first Head bytes and at least its last Tail bytes. On disk
-// it never takes more than Head, Tail and one piece.
+// A log keeps its first Head bytes and at least its last Tail bytes. On disk it never
+// takes more than Head, Tail and one piece.
 const (
 	Head      = 256 << 10
 	Tail      = 768 << 10
@@ -38,7 +38,7 @@ type Log struct {
 	grown  chan struct{}
 }
 
-// piece is a part of a log that is in a file of its own.
+// piece is one file of a log.
 type piece struct{ start, size int64 }
 
 func (p piece) end() int64 { return p.start + p.size }
@@ -53,7 +53,8 @@ func Open(path string) (*Log, error) {
 	for _, file := range files {
 		var p piece
 		if file != path {
-			// A name that is not an offset is somebody else's file.
+			// If the rest of the name is no offset, the file belongs to
+			// something else.
 			if p.start, err = strconv.ParseInt(strings.TrimPrefix(file, path+"."), 10, 64); err != nil || p.start <= 0 {
 				continue
 			}
@@ -72,7 +73,7 @@ func Open(path string) (*Log, error) {
 	return l, nil
 }
 
-// Append opens a log to go on writing it, and makes it if it is not there.
+// Append opens a log to continue writing it, and makes it if it does not exist.
 func Append(path string) (*Log, error) {
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY, 0o600)
 	if err != nil {
@@ -90,7 +91,7 @@ func Append(path string) (*Log, error) {
 	return l, err
 }
 
-// Files are those of the log of a path, in no order.
+// Files returns the files of the log of a path, unordered.
 func Files(path string) ([]string, error) {
 	dir, base := filepath.Split(path)
 	entries, err := os.ReadDir(filepath.Clean(dir))
@@ -106,7 +107,7 @@ func Files(path string) ([]string, error) {
 	return out, nil
 }
 
-// Base is the name of the log that a file of a folder belongs to.
+// Base returns the name of the log that a file in a folder belongs to.
 func Base(file string) string {
 	if i := strings.LastIndexByte(file, '.'); i >= 0 && strings.Trim(file[i+1:], "0123456789") == "" {
 		return file[:i]
@@ -114,7 +115,7 @@ func Base(file string) string {
 	return file
 }
 
-// Remove removes a log. One that is not there is left alone.
+// Remove removes a log. It succeeds if the log does not exist.
 func Remove(path string) error {
 	files, err := Files(path)
 	for _, file := range files {
@@ -132,14 +133,14 @@ func (l *Log) pathOf(p piece) string {
 	return l.path + "." + strconv.FormatInt(p.start, 10)
 }
 
-// End is how many bytes were written to the log.
+// End is the number of bytes that were ever written to the log.
 func (l *Log) End() int64 {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.pieces[len(l.pieces)-1].end()
 }
 
-// Grown returns a channel that is closed when something is written from now on.
+// Grown returns a channel that is closed by the next write.
 func (l *Log) Grown() <-chan struct{} {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -179,8 +180,8 @@ func (l *Log) Write(p []byte) (n int, err error) {
 	return n, nil
 }
 
-// next begins a piece, and removes those that are not kept any more. It is called with
-// the mutex.
+// next begins a piece, and removes pieces that need not be kept any more. The caller
+// holds the mutex.
 func (l *Log) next() error {
 	p := piece{start: l.pieces[len(l.pieces)-1].end()}
 	file, err := os.OpenFile(l.pathOf(p), os.O_CREATE|os.O_TRUNC|os.O_WRONLY|os.O_APPEND, 0o600)
@@ -209,7 +210,7 @@ func (l *Log) Close() error {
 	return err
 }
 
-// Size is what the log of a path takes on disk, in bytes.
+// Size is the size of the log of a path on disk, in bytes.
 func Size(path string) (bytes uint64, err error) {
 	files, err := Files(path)
 	for _, file := range files {

@@ -63,8 +63,8 @@ func onDisk(t *testing.T, l *Log) (bytes int64) {
 	return bytes
 }
 
-// TestHeadAndTail: however much is written, the head and the tail are kept, the file system
-// has no more than both and a piece, and whoever reads across the gap is told how large it is.
+// TestHeadAndTail: after any amount of writing, the head and the tail are kept, the file
+// system has at most both and a piece, and a reader that comes to the gap learns its size.
 func TestHeadAndTail(t *testing.T) {
 	l := open(t)
 	var all []byte
@@ -195,7 +195,7 @@ func TestFollowed(t *testing.T) {
 	}
 }
 
-// TestForeignFiles: what has the name of no piece is left alone.
+// TestForeignFiles: a file whose name is not that of a piece is left alone.
 func TestForeignFiles(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "a.log")

@@ -10,22 +10,22 @@ import (
 	"slices"
 )
 
-// chunk is how much is read at once.
+// chunk is how many bytes are read at once.
 const chunk = 32 << 10
 
-// Reader reads a log from an offset on. Where bytes are not kept it has a line that says
-// how many.
+// Reader reads a log from an offset on. In place of dropped bytes it inserts a line with
+// their number.
 type Reader struct {
 	log    *Log
 	at     int64
-	broken bool // what was read last does not end a line
+	broken bool // the last bytes that were read do not end a line
 }
 
-// ReadFrom returns a Reader that begins at an offset, which may be one that the log has
-// not come to yet.
+// ReadFrom returns a Reader that begins at an offset. The log may not have reached that
+// offset yet.
 func (l *Log) ReadFrom(offset int64) *Reader { return &Reader{log: l, at: offset} }
 
-// CopyTo copies what there is of the log, up to an offset at most, to w.
+// CopyTo copies the present log, up to an offset at most, to w.
 func (r *Reader) CopyTo(w io.Writer, end int64) error {
 	buf := make([]byte, chunk)
 	for r.at < end {
@@ -33,7 +33,7 @@ func (r *Reader) CopyTo(w io.Writer, end int64) error {
 		if err != nil || n == 0 {
 			return err
 		}
-		if from >= end { // all that is left was there when somebody asked for its end
+		if from >= end { // all bytes up to end were dropped
 			n, from = 0, end
 		}
 		if from > r.at {
@@ -58,22 +58,22 @@ func (r *Reader) CopyTo(w io.Writer, end int64) error {
 	return nil
 }
 
-// readAt reads from the first byte that is kept at or after an offset. At the log's end it
-// reads nothing.
+// readAt reads from the first kept byte at or after an offset. At the log's end it returns
+// no bytes.
 func (l *Log) readAt(p []byte, at int64) (n int, from int64, err error) {
 	for {
 		file, of, err := l.pieceAt(at)
 		if file == nil || err != nil {
 			return 0, at, err
 		}
-		// A piece that is removed from now on can be read as long as it is open.
+		// Even if the piece is removed now, it can be read while it is open.
 		from = max(at, of.start)
 		n, err = file.ReadAt(p[:min(int64(len(p)), of.end()-from)], from-of.start)
 		err = errors.Join(ignoreEOF(err), file.Close())
 		if n > 0 || err != nil {
 			return n, from, err
 		}
-		at = of.end() // the file is shorter than it was
+		at = of.end() // the file is shorter than before
 	}
 }
 
@@ -84,7 +84,8 @@ func ignoreEOF(err error) error {
 	return err
 }
 
-// pieceAt opens the first piece that has something at or after an offset; nil is none.
+// pieceAt opens the first piece with bytes at or after an offset. It returns nil if
+// there is no such piece.
 func (l *Log) pieceAt(at int64) (*os.File, piece, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -94,14 +95,14 @@ func (l *Log) pieceAt(at int64) (*os.File, piece, error) {
 		}
 		file, err := os.Open(l.pathOf(p))
 		if errors.Is(err, fs.ErrNotExist) && p.start > 0 {
-			continue // who writes the log has removed it since this one was opened
+			continue // the log's writer has removed it since the log was opened
 		}
 		return file, p, err
 	}
 	return nil, piece{}, nil
 }
 
-// LastLines is the offset at which the last so many lines begin, of those that are kept.
+// LastLines returns the offset at which the last count lines of the kept ones begin.
 func (l *Log) LastLines(count int) (int64, error) {
 	l.mu.Lock()
 	pieces, end := slices.Clone(l.pieces), l.pieces[len(l.pieces)-1].end()
@@ -119,7 +120,7 @@ func (l *Log) LastLines(count int) (int64, error) {
 				return 0, err
 			}
 			if from != begin || n < len(part) {
-				return from, nil // it was removed meanwhile, and all that was before it
+				return from, nil // the piece was removed in the meantime, with all pieces before it
 			}
 			if to == end {
 				part = bytes.TrimSuffix(part, []byte("\n"))

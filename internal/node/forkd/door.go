@@ -12,22 +12,24 @@ import (
 	nodeserver "agentrun.dev/internal/server/node"
 )
 
-// Doors is what people need to know to come in over TCP.
+// Doors is the information that people need to connect over TCP.
 type Doors struct {
-	// FirstKey is the admin's key that was made just now; it is known nowhere
-	// else, and empty if there was one before.
+	// FirstKey is the admin's key that was just made. It is stored nowhere
+	// else, and empty if there already was a key.
 	FirstKey string
-	// CAFile and Fingerprint are of the authority that the daemon made itself;
-	// empty if it was given a certificate, or serves without one.
+	// CAFile and Fingerprint describe the authority that the daemon made
+	// itself. They are empty if it was given a certificate, or serves without
+	// TLS.
 	CAFile, Fingerprint string
 	// Insecure says that there is no TLS.
 	Insecure bool
 }
 
-// Doors tells how the daemon is reached over TCP.
+// Doors describes how to reach the daemon over TCP.
 func (d *Daemon) Doors() Doors { return d.doors }
 
-// listenTCP opens the TCP address, with TLS unless that was ruled out.
+// listenTCP opens the TCP address, with TLS unless the configuration rules that
+// out.
 func (d *Daemon) listenTCP(ctx context.Context) (_ net.Listener, err error) {
 	cfg := d.cfg
 	if (cfg.TLSCert == "") != (cfg.TLSKey == "") {
@@ -50,7 +52,7 @@ func (d *Daemon) listenTCP(ctx context.Context) (_ net.Listener, err error) {
 	if err != nil {
 		return nil, err
 	}
-	// Last: a key that is made is also shown.
+	// This comes last, because a key that is made must also be shown.
 	if d.doors.FirstKey, _, err = d.access.FirstKey(); err != nil {
 		return nil, err
 	}
@@ -60,7 +62,7 @@ func (d *Daemon) listenTCP(ctx context.Context) (_ net.Listener, err error) {
 	return tls.NewListener(l, settings), nil
 }
 
-// settings are those for TLS; nil is none.
+// settings returns the settings for TLS, or nil.
 func (d *Daemon) settings(addr net.Addr) (*tls.Config, error) {
 	switch {
 	case d.cfg.InsecureHTTP:
@@ -111,7 +113,7 @@ func (d *Daemon) listenNode(ctx context.Context, endpoint string) error {
 	return nil
 }
 
-// NodeAddress is the TCP address of gRPC; nil is none.
+// NodeAddress returns the TCP address of gRPC, or nil.
 func (d *Daemon) NodeAddress() net.Addr {
 	for _, n := range d.nodes {
 		if a, ok := n.listener.Addr().(*net.TCPAddr); ok {

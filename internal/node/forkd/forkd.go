@@ -1,6 +1,6 @@
-// Package forkd is the daemon of a node: it opens the state folder, an engine
-// and the images, and serves their API on a Unix socket and, if asked to, on a
-// TCP address. docs/design/forkd.md has the whole.
+// Package forkd is the daemon of a node. It opens the state folder, an engine
+// and the images. It serves their API on a Unix socket and, if configured, on a
+// TCP address. docs/design/forkd.md describes all of it.
 package forkd
 
 import (
@@ -38,52 +38,56 @@ import (
 	"agentrun.dev/internal/storage/seal"
 )
 
-// Config is what a daemon works with.
+// Config configures a daemon.
 type Config struct {
 	// Dir is the state folder; it belongs to one user and one daemon.
 	Dir string
-	// Images is where images are.
+	// Images stores the images.
 	Images *image.Store
 	Pull   image.PullOptions
 	// Engine runs the sandboxes.
 	Engine pick.Kind
 	Jail   microvm.JailPolicy
-	// Listen is a TCP address to serve on beside the socket; empty is none.
+	// Listen is a TCP address to serve on besides the socket; empty serves only
+	// the socket.
 	Listen string
-	// Advertise is what others reach that address by; empty is the address.
+	// Advertise is the address by which others reach Listen; empty uses Listen
+	// itself.
 	Advertise string
 	// TLSCert and TLSKey are files for that address; without them the daemon
-	// makes its own. InsecureHTTP serves it without TLS.
+	// makes its own certificate. InsecureHTTP serves the address without TLS.
 	TLSCert, TLSKey string
 	InsecureHTTP    bool
-	// NodeListen is a TCP address to serve gRPC on beside its socket, to those who show
-	// a certificate of the CAs in NodeFiles; empty is none.
+	// NodeListen is a TCP address to serve gRPC on besides its socket, to clients with
+	// a certificate of the CAs in NodeFiles; empty serves only the socket.
 	NodeListen string
 	NodeFiles  access.MutualFiles
-	// Serves bounds what other nodes read of this one.
+	// Serves bounds the reads of other nodes from this one.
 	Serves peer.Limits
-	// Domain is that of the host names of ports, PORT-ID.DOMAIN; empty has none.
+	// Domain is the domain of the host names of ports, PORT-ID.DOMAIN; empty
+	// disables such names.
 	Domain string
-	// AllowOrigins are those of pages that may open terminals, beside the
+	// AllowOrigins lists origins of pages that may open terminals, besides the
 	// daemon's own.
 	AllowOrigins []string
 	// MetricsListen is a TCP address that answers scrapes of /metrics without
-	// asking who they are; empty is none.
+	// authentication; empty disables it.
 	MetricsListen string
 	// Capacity is how much memory sandboxes may reserve together, in bytes.
 	Capacity uint64
-	// StorageReserve is how much of the state folder's disk is kept free of what tenants
-	// store, in bytes; 0 is nothing.
+	// StorageReserve is how many bytes of the state folder's disk are kept free of data
+	// that tenants store; 0 keeps no reserve.
 	StorageReserve uint64
-	// KeyFile has the key that seals secrets; empty is one in the state folder. It
-	// is made if it is missing.
+	// KeyFile contains the key that seals secrets; empty is a file in the state
+	// folder. It is made if it is missing.
 	KeyFile string
-	// NetworkFile has the settings of the sandboxes' network, in YAML; empty is none.
-	// It is read again when it changes.
+	// NetworkFile has the settings of the sandboxes' network, in YAML; empty uses the
+	// defaults. It is read again when it changes.
 	NetworkFile string
-	// NodeID is the node's name; empty is one that is made up once, and kept.
+	// NodeID is the node's name; if it is empty, one is made up once, and kept.
 	NodeID string
-	// Codes are in the ids of sandboxes that the node makes; zero is none.
+	// Codes become parts of the ids of sandboxes that the node makes; zero adds
+	// no codes.
 	Codes   sandbox.Codes
 	Version string
 	Log     *slog.Logger
@@ -116,7 +120,8 @@ type Daemon struct {
 	manager *node.Manager
 	netds   *netds.Netds
 	jail    *jail.Jail // of the netds
-	// guard says which addresses pulls of namespaces may not reach; it asks routes.
+	// guard decides which addresses pulls of namespaces may not reach; it asks
+	// routes.
 	guard   *addresses.Guard
 	routes  *addresses.Routes
 	access  *access.Store
@@ -126,9 +131,9 @@ type Daemon struct {
 	// terminals and contexts are shared by all servers.
 	terminals *restserver.Terminals
 	contexts  *server.Contexts
-	// work is told what is done with sandboxes.
+	// work is told of the work in sandboxes.
 	work sandbox.Observer
-	// scraped is where metrics are served beside the API; nil is nowhere.
+	// scraped serves metrics besides the API; it may be nil.
 	scraped net.Listener
 	servers []*http.Server
 	sockets []net.Listener // of the servers, in order
@@ -137,7 +142,8 @@ type Daemon struct {
 	doors   Doors
 }
 
-// Open takes over what an earlier daemon has left and begins to listen.
+// Open takes over the state that an earlier daemon has left, and begins to
+// listen.
 func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 	d := &Daemon{cfg: cfg, terminals: restserver.NewTerminals(), contexts: server.NewContexts()}
 	defer func() {
@@ -200,8 +206,8 @@ func Open(ctx context.Context, cfg Config) (_ *Daemon, err error) {
 	return d, d.listen(ctx)
 }
 
-// openKey opens the key of the secrets. A new one is made only where nothing was
-// sealed yet: another would open nothing of it.
+// openKey opens the key of the secrets. It makes a new key only if no secret is
+// sealed yet, because a new key could not open sealed ones.
 func openKey(cfg Config) (*seal.Key, error) {
 	file := cfg.KeyFile
 	if file == "" {
@@ -218,8 +224,8 @@ func openKey(cfg Config) (*seal.Key, error) {
 	return seal.OpenOrMake(file)
 }
 
-// listen opens the socket and the TCP address. Whoever has the journal is the
-// only daemon of the folder: a socket that is there is a dead one's.
+// listen opens the socket and the TCP address. The holder of the journal is the
+// folder's only daemon, so an existing socket belongs to a dead one.
 func (d *Daemon) listen(ctx context.Context) error {
 	l, err := listenUnix(ctx, Socket(d.cfg.Dir))
 	if err != nil {
@@ -259,7 +265,7 @@ func (d *Daemon) listenMetrics(ctx context.Context) error {
 	return nil
 }
 
-// listenUnix listens on a socket that is for the daemon's user alone.
+// listenUnix listens on a socket that only the daemon's user may use.
 func listenUnix(ctx context.Context, path string) (net.Listener, error) {
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("listen: %w", err)
@@ -294,7 +300,7 @@ func (d *Daemon) serverConfig(endpoint string) server.Config {
 	}
 }
 
-// Addresses are those that the daemon serves its API on.
+// Addresses returns the addresses on which the daemon serves its API.
 func (d *Daemon) Addresses() []net.Addr {
 	var out []net.Addr
 	for _, l := range d.sockets {
@@ -305,7 +311,7 @@ func (d *Daemon) Addresses() []net.Addr {
 	return out
 }
 
-// Metrics is the address for scrapers; nil is none.
+// Metrics returns the address for scrapers, or nil.
 func (d *Daemon) Metrics() net.Addr {
 	if d.scraped == nil {
 		return nil
@@ -313,11 +319,11 @@ func (d *Daemon) Metrics() net.Addr {
 	return d.scraped.Addr()
 }
 
-// shutdownGrace is what requests get to finish when the daemon ends.
+// shutdownGrace is how long requests may take to finish when the daemon ends.
 const shutdownGrace = 5 * time.Second
 
-// Serve serves until ctx ends, and then lets go of everything. Sandboxes run
-// on; the next daemon finds them.
+// Serve serves until ctx ends, and then lets go of all sandboxes. They keep
+// running, and the next daemon finds them.
 func (d *Daemon) Serve(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -361,8 +367,7 @@ func (d *Daemon) Serve(ctx context.Context) error {
 	return errors.Join(append(errs, d.Close())...)
 }
 
-// Close frees what was opened. It is for a daemon that is not to serve: Serve does it
-// by itself.
+// Close frees the resources of a daemon that will not serve: Serve frees them itself.
 func (d *Daemon) Close() error {
 	var errs []error
 	sockets := d.sockets
@@ -387,7 +392,7 @@ func (d *Daemon) Close() error {
 	if d.netds != nil {
 		errs = append(errs, d.netds.Close())
 	}
-	if d.routes != nil { // nothing is pulled any more
+	if d.routes != nil { // all pulls have ended
 		errs = append(errs, d.routes.Close())
 	}
 	if d.jail != nil {
@@ -397,7 +402,7 @@ func (d *Daemon) Close() error {
 		ctx, cancel := context.WithTimeout(context.Background(), shutdownGrace)
 		defer cancel()
 		if err := d.tracer.Close(ctx); err != nil {
-			d.cfg.Log.Warn("end tracing", "error", err) // a collector that is gone is no failure
+			d.cfg.Log.Warn("end tracing", "error", err) // a collector that does not answer is not an error
 		}
 	}
 	if d.engine != nil {

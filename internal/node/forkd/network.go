@@ -12,11 +12,11 @@ import (
 
 const (
 	netdsName = "netd"
-	// resolvFile is where hosts have their DNS servers.
+	// resolvFile is where hosts keep their DNS servers.
 	resolvFile = "/etc/resolv.conf"
 )
 
-// openNetwork opens what the interfaces of sandboxes lead to.
+// openNetwork opens the network for the interfaces of sandboxes.
 func (d *Daemon) openNetwork() (_ node.Network, err error) {
 	settings, err := netds.OpenSettings(d.cfg.NetworkFile, resolvFile)
 	if err != nil {

@@ -15,8 +15,8 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// peers is how snapshots of other nodes come here: over gRPC, with the certificate that the node
-// shows to others, and from registries.
+// peers gets snapshots from other nodes over gRPC, with the certificate that the node shows to
+// others, and from registries.
 type peers struct {
 	files      access.MutualFiles
 	registries image.Registries
@@ -25,7 +25,7 @@ type peers struct {
 
 var _ node.Peers = (*peers)(nil)
 
-// openPeers is nil where the node has no certificate.
+// openPeers returns nil if the node has no certificate.
 func (d *Daemon) openPeers() node.Peers {
 	if d.cfg.NodeListen == "" {
 		return nil
@@ -52,7 +52,7 @@ func (p *peers) Pull(ctx context.Context, name, dir string, r node.PullRequest) 
 		return nil, err
 	}
 	limits := pack.DefaultLimits()
-	limits.Bytes = peer.MaxLayer // what fits was accepted by the manifest
+	limits.Bytes = peer.MaxLayer // Accept has bounded the size by the manifest
 	return pack.Pull(ctx, ref, dir, p.registries, pack.UnpackOptions{Limits: limits, Accept: r.Accept, Lend: r.Lend})
 }
 
@@ -80,7 +80,7 @@ func (p *peerNode) Read(ctx context.Context, snap snapshot.ID, blob layer.Digest
 	return refused(p.from.Read(ctx, sandbox.SnapshotRead{Snapshot: snap.String(), Layer: blob.String(), Parts: parts}, each))
 }
 
-// refused is an error of another node, in the words of package peer.
+// refused turns an error of another node into one of package peer.
 func refused(err error) error {
 	if sandbox.HasCode(err, sandbox.CodeCapacity) {
 		return fmt.Errorf("%w (%w)", peer.ErrBusy, err)

@@ -9,11 +9,11 @@ import (
 	"time"
 )
 
-// Collection is a set of objects of one kind, each under a key. Its name is the
-// name in the file.
+// Collection is a set of objects of one kind, each under a key. Its value is
+// its name in the file.
 type Collection[T any] string
 
-// Get returns the object under key, and whether there is one.
+// Get returns the object under key, and whether it exists.
 func (c Collection[T]) Get(tx *Tx, key string) (object T, found bool, err error) {
 	bucket := tx.bolt.Bucket([]byte(c))
 	if bucket == nil {
@@ -32,8 +32,8 @@ func (c Collection[T]) Get(tx *Tx, key string) (object T, found bool, err error)
 // Put writes an object under key.
 func (c Collection[T]) Put(tx *Tx, key string, object T) error { return c.Write(tx, key, &object) }
 
-// Write is Put for callers that go on with the object: it has its new resource version
-// afterwards.
+// Write is Put for callers that keep using the object: afterwards it has its new
+// resource version.
 func (c Collection[T]) Write(tx *Tx, key string, object *T) error {
 	bucket, err := tx.bolt.CreateBucketIfNotExists([]byte(c))
 	if err != nil {
@@ -52,7 +52,7 @@ func (c Collection[T]) Write(tx *Tx, key string, object *T) error {
 	return nil
 }
 
-// Delete removes the object under key, if there is one.
+// Delete removes the object under key, if it exists.
 func (c Collection[T]) Delete(tx *Tx, key string) error {
 	bucket := tx.bolt.Bucket([]byte(c))
 	if bucket == nil {
@@ -70,7 +70,7 @@ func (c Collection[T]) Delete(tx *Tx, key string) error {
 	return nil
 }
 
-// Size is how many bytes the object under key takes, 0 if there is none.
+// Size is how many bytes the object under key takes, 0 if it does not exist.
 func (c Collection[T]) Size(tx *Tx, key string) int {
 	bucket := tx.bolt.Bucket([]byte(c))
 	if bucket == nil {
@@ -79,8 +79,8 @@ func (c Collection[T]) Size(tx *Tx, key string) int {
 	return len(tx.body(bucket.Get([]byte(key))))
 }
 
-// Version is the resource version of the object under key, and whether there is one. It
-// costs less than to read the object.
+// Version returns the resource version of the object under key, and whether it exists.
+// That costs less than reading the object.
 func (c Collection[T]) Version(tx *Tx, key string) (version uint64, found bool) {
 	bucket := tx.bolt.Bucket([]byte(c))
 	if bucket == nil {
@@ -90,7 +90,7 @@ func (c Collection[T]) Version(tx *Tx, key string) (version uint64, found bool) 
 	if v == nil {
 		return 0, false
 	}
-	version, _, _ = tx.split(v) // a damaged one is found when it is read
+	version, _, _ = tx.split(v) // a damaged value is found when it is read
 	return version, true
 }
 
@@ -100,8 +100,8 @@ func (c Collection[T]) Each(tx *Tx, prefix string, f func(key string, object T) 
 	return c.EachAfter(tx, prefix, "", f)
 }
 
-// EachAfter is Each from the first key on that comes after prefix+after. What comes
-// before is not read.
+// EachAfter is Each for the keys after prefix+after. It does not read earlier
+// objects.
 func (c Collection[T]) EachAfter(tx *Tx, prefix, after string, f func(key string, object T) error) error {
 	bucket := tx.bolt.Bucket([]byte(c))
 	if bucket == nil {
@@ -144,7 +144,7 @@ func (c Collection[T]) Keys(tx *Tx, prefix string, f func(key string, version ui
 	return nil
 }
 
-// First returns the first object whose key begins with prefix, and whether there is one.
+// First returns the first object whose key begins with prefix, and whether it exists.
 func (c Collection[T]) First(tx *Tx, prefix string) (key string, object T, found bool, err error) {
 	err = c.Each(tx, prefix, func(k string, o T) error {
 		key, object, found = k, o, true
@@ -158,8 +158,8 @@ func (c Collection[T]) First(tx *Tx, prefix string) (key string, object T, found
 
 var errFound = errors.New("it was found")
 
-// Last returns the last object whose key begins with prefix, which ends below 0xff, and
-// whether there is one.
+// Last returns the last object whose key begins with prefix, and whether it exists. The
+// prefix ends below 0xff.
 func (c Collection[T]) Last(tx *Tx, prefix string) (key string, object T, found bool, err error) {
 	bucket := tx.bolt.Bucket([]byte(c))
 	if bucket == nil {
@@ -192,7 +192,7 @@ func (c Collection[T]) decode(tx *Tx, key string, v []byte, object *T) error {
 	return nil
 }
 
-// Decode reads an object as a Change has it from before.
+// Decode reads the object from before a deletion, as a Change has it.
 func (c Collection[T]) Decode(key string, body []byte) (object T, err error) {
 	if err := json.Unmarshal(body, &object); err != nil {
 		return object, fmt.Errorf("read %s %s: %w", c, key, err)

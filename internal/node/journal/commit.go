@@ -9,31 +9,33 @@ import (
 	"go.etcd.io/bbolt"
 )
 
-// maxGroup is how many writes are committed together at most, which bounds how long
-// one commit takes.
+// maxGroup bounds how many writes are committed together, and so how long one
+// commit takes.
 const maxGroup = 256
 
-// write is a function of Update that waits for its commit.
+// write is one call of Update that waits for its commit.
 type write struct {
 	do   func(*Tx) error
 	done chan struct{} // closed when all following fields are set
 	err  error
-	// panicked is what do has panicked with, for whoever called Update.
+	// panicked is the value that do panicked with. Update panics with it in the
+	// goroutine of its caller.
 	panicked any
 }
 
-// Observe has f told how long each Update took, from the wait for the one before
-// to the disk. It is called before the journal is used by others.
+// Observe sets f, which is told the duration of each Update, from the wait for
+// the previous commit until the data is on disk. It must be called before the
+// journal is used by others.
 func (db *DB) Observe(f func(took time.Duration)) { db.observe = f }
 
-// Update runs f in a transaction: all that it wrote is durable when Update
-// returns nil, and none of it otherwise.
+// Update runs f in a transaction. If Update returns nil, all writes of f are
+// durable; otherwise f has written nothing.
 //
-// Many at once are committed together, by one of the callers: a commit waits for the
-// disk twice, however much is in it. Each function still sees what those before it
-// wrote, and what one that fails has written is undone. f is called once, in the
-// goroutine of another caller perhaps, while no other f runs: it must not wait for
-// anything that a caller of Update holds.
+// Concurrent calls are committed together, by one of the callers: a commit waits for
+// the disk twice, regardless of its size. Each function sees the writes of those
+// before it, and the writes of a function that fails are undone. f is called once,
+// possibly in the goroutine of another caller, while no other f runs. So f must not
+// wait for anything that a caller of Update holds.
 func (db *DB) Update(f func(*Tx) error) error {
 	begin := time.Now()
 	defer func() { db.observe(time.Since(begin)) }()
@@ -52,8 +54,8 @@ func (db *DB) Update(f func(*Tx) error) error {
 	return w.err
 }
 
-// commitUntil commits what is queued until w is. The caller has the turn, and gives it
-// to whoever is in the queue then.
+// commitUntil commits groups of the queue until w is committed. The caller has the
+// turn, which then passes to one of the callers in the queue.
 func (db *DB) commitUntil(w *write) {
 	defer func() { db.turn <- struct{}{} }()
 	for {
@@ -66,21 +68,21 @@ func (db *DB) commitUntil(w *write) {
 	}
 }
 
-// commitQueued commits the first of the queue together.
+// commitQueued commits the first writes of the queue together.
 func (db *DB) commitQueued() {
 	db.mu.Lock()
 	n := min(len(db.queue), maxGroup)
 	group := db.queue[:n:n]
 	db.queue = db.queue[n:]
 	if len(db.queue) == 0 {
-		db.queue = nil // what was committed is not kept
+		db.queue = nil // committed writes can be freed
 	}
 	db.mu.Unlock()
-	err := errors.New("write the journal: a function did not return") // which is only so if it ended its goroutine
+	err := errors.New("write the journal: a function did not return") // unless commit returns
 	defer func() {
 		for _, w := range group {
 			if err != nil && w.panicked == nil {
-				w.err = err // also where it was refused for what an earlier one wrote
+				w.err = err // a function may also have refused because of a write that is now undone
 			}
 			close(w.done)
 		}
@@ -88,7 +90,7 @@ func (db *DB) commitQueued() {
 	err = db.commit(group)
 }
 
-// commit runs functions in one transaction. Its error is that of all.
+// commit runs functions in one transaction. Its error applies to all of them.
 func (db *DB) commit(group []*write) error {
 	if db.broken != nil {
 		return db.broken
@@ -102,7 +104,7 @@ func (db *DB) commit(group []*write) error {
 	committed := false
 	defer func() {
 		if !committed {
-			_ = bolt.Rollback() // nothing was written
+			_ = bolt.Rollback() // no write was committed
 		}
 	}()
 	for _, w := range group {
@@ -132,8 +134,9 @@ func (db *DB) commit(group []*write) error {
 	}
 	committed = true
 	err = bolt.Commit()
-	// Not before: what is noted is copied as it is from then on. Also after an error,
-	// as more than what was changed is fine.
+	// note comes after the commit, because a compaction copies the noted objects as
+	// they are from then on. It also comes after a failed commit: copying unchanged
+	// objects does no harm.
 	db.note(changed)
 	if err != nil {
 		return db.failed(err)
@@ -143,9 +146,10 @@ func (db *DB) commit(group []*write) error {
 	return nil
 }
 
-// failed says what a commit has come to that has failed. Mostly nothing of it is in the file.
-// Otherwise the file has what its writers are told it has not, and the disk may have neither:
-// nothing is written any more, until a daemon begins with what is there.
+// failed returns the error of a commit that has failed. Usually the commit has left the file
+// unchanged. Otherwise the file contains writes whose callers are told that they failed, and
+// the disk may lack them: then the journal refuses all further writes, until a new daemon
+// starts from the file.
 func (db *DB) failed(err error) error {
 	err = fmt.Errorf("write the journal: %w", err)
 	var there uint64
@@ -166,16 +170,19 @@ func (w *write) run(tx *Tx) {
 // Tx is a transaction. It is valid within the function that got it.
 type Tx struct {
 	bolt *bbolt.Tx
-	// plain says that values have no resource versions yet: those of an older schema.
+	// plain says that values have no resource versions: they have an older schema.
 	plain bool
-	// last is the resource version that was given last; nil where nothing is written.
+	// last is the last resource version that was given; nil in a transaction that
+	// only reads.
 	last *uint64
-	// before is what was there before each change, in order; changes is what became of it.
+	// before lists the value of each changed entry before the change, in order; changes
+	// lists the results.
 	before  []entry
 	changes []Change
 }
 
-// entry is what a collection has under a key; no value is nothing.
+// entry is one key of a collection with its value; without a value the key does
+// not exist.
 type entry struct {
 	bucket, key string
 	value       []byte
@@ -197,14 +204,14 @@ func (tx *Tx) delete(bucket *bbolt.Bucket, e entry) error {
 	return nil
 }
 
-// note keeps what is about to be changed. It is a copy: bbolt's may move when the file
-// grows.
+// note keeps the value of an entry before it is changed. It copies the value, because
+// bbolt may move its own when the file grows.
 func (tx *Tx) note(bucket *bbolt.Bucket, e entry) {
 	e.value = bytes.Clone(bucket.Get([]byte(e.key)))
 	tx.before = append(tx.before, e)
 }
 
-// undo brings back what was there before the first change.
+// undo restores the values from before the first change.
 func (tx *Tx) undo() error {
 	for i := len(tx.before) - 1; i >= 0; i-- {
 		e := tx.before[i]

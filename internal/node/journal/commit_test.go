@@ -39,8 +39,8 @@ func contents(t *testing.T, db *DB) (out []string) {
 	return out
 }
 
-// TestTogether: what comes while a commit is under way is committed together, and nobody
-// is answered before what they wrote is there.
+// TestTogether: writes that come during a commit are committed together, and each is
+// answered only when it is in the file.
 func TestTogether(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		db, commits, release := held(t)
@@ -82,8 +82,8 @@ func TestTogether(t *testing.T) {
 	})
 }
 
-// TestEachForItself: of functions that are committed together, what one that fails or
-// panics has written is undone, and the others are not touched.
+// TestEachForItself: of functions that are committed together, the writes of one that
+// fails or panics are undone, and those of the others stay.
 func TestEachForItself(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		db, commits, release := held(t)
@@ -135,7 +135,8 @@ func TestEachForItself(t *testing.T) {
 	})
 }
 
-// TestCommitFails: nobody of a group is told that it was written, and the next is.
+// TestCommitFails: no caller of a group is told that its write succeeded, and the
+// next commit works.
 func TestCommitFails(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		db, _, release := held(t)

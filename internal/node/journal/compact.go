@@ -12,55 +12,55 @@ import (
 	"go.etcd.io/bbolt"
 )
 
-// bbolt never gives space back: a file stays as large as it once was. So the journal is
-// copied into a new file when most of its pages are free, while others read and write
-// it. What is changed meanwhile is noted and copied again, at last while nobody commits,
-// which is short: little is left then. The new file takes the name of the old one when it
-// is durable. Whoever is killed before has the old one, whoever is killed after has the
-// new one, and both have the same in them.
+// bbolt never gives space back: its file never shrinks. So when most of the journal's
+// pages are free, the journal is copied into a new file, while other goroutines read and
+// write it. Objects that are changed meanwhile are noted and copied again. The last of
+// them are copied while commits wait, which is short, because only a few are left. When
+// the new file is durable, it takes the name of the old one. After a kill before that,
+// the next daemon finds the old file; after it, the new one. Both have the same content.
 
 const (
 	// compactFrom is how many bytes must be free before the journal is compacted, and
-	// compactShare which part of the file.
+	// compactShare is the part of the file that must be free.
 	compactFrom  = 16 << 20
 	compactShare = 0.5
-	// A step reads so many bytes, or so many objects, in one transaction: a writer
-	// that has to move the file's mapping waits for those that read.
+	// One transaction of the copy reads at most this many bytes, or this many
+	// objects: a writer that has to move the file's mapping waits for its readers.
 	compactBytes = 1 << 20
 	compactCount = 1024
-	// catchUps is how often what was changed is copied again before the writers have
-	// to wait. Each is shorter than the one before.
+	// catchUps is how often changed objects are copied again before the writers have
+	// to wait. Each round is shorter than the one before.
 	catchUps = 8
-	// retryAfter is how long the journal is left alone after it could not be compacted.
+	// retryAfter is the pause after a compaction that failed.
 	retryAfter = 10 * time.Minute
-	// compactSuffix is what the name of the new file ends with until it is whole.
+	// compactSuffix ends the name of the new file until it is complete.
 	compactSuffix = ".compact"
 )
 
-// Compaction is what came of a compaction.
+// Compaction is the result of a compaction.
 type Compaction struct {
-	// Before and After are how many bytes the journal had.
+	// Before and After are the sizes of the journal in bytes.
 	Before, After int64
 	Took          time.Duration
-	// Held is for how long nobody could write.
+	// Held is how long writers had to wait.
 	Held time.Duration
 	Err  error
 }
 
 // compacting is a compaction that is under way.
 type compacting struct {
-	// changed are the objects that were written since it began. The journal's mu
-	// protects it.
+	// changed lists the objects that were written since the compaction began.
+	// The journal's mu protects it.
 	changed map[place]bool
 	to      *bbolt.DB
-	file    *os.File // of to
+	file    *os.File // the file of to
 }
 
-// place is where an object is.
+// place is the bucket and the key of an object.
 type place struct{ bucket, key string }
 
-// ObserveCompactions has f told of each compaction, one that opening the journal has
-// begun included.
+// ObserveCompactions sets f, which is told of each compaction. It is also told of
+// one that began when the journal was opened.
 func (db *DB) ObserveCompactions(f func(Compaction)) {
 	db.mu.Lock()
 	untold := db.untold
@@ -78,8 +78,8 @@ func wasteful(b *bbolt.DB, used int64) bool {
 	return free >= compactFrom && float64(free) >= compactShare*float64(used)
 }
 
-// mayCompact begins a compaction in the background if the file is worth it. The caller
-// has the turn.
+// mayCompact begins a compaction in the background if enough of the file is free. The
+// caller has the turn.
 func (db *DB) mayCompact(used int64) {
 	if !wasteful(db.bolt, used) {
 		return
@@ -89,7 +89,7 @@ func (db *DB) mayCompact(used int64) {
 	if db.closed || db.compacting != nil || time.Now().Before(db.compactAfter) {
 		return
 	}
-	// Whatever is committed from now on is noted.
+	// From now on each commit is noted for it.
 	c := &compacting{changed: map[place]bool{}}
 	db.compacting = c
 	db.work.Go(func() {
@@ -105,7 +105,7 @@ func (db *DB) mayCompact(used int64) {
 		tell := db.compacted
 		switch {
 		case errors.Is(out.Err, errClosed):
-			tell = nil // it was not meant to end
+			tell = nil // closing the journal has ended it, which is no failure
 		case tell == nil:
 			db.untold = append(db.untold, out)
 		}
@@ -114,7 +114,7 @@ func (db *DB) mayCompact(used int64) {
 			tell(out)
 		}
 		if out.Err == nil {
-			// Most of it may have been deleted meanwhile.
+			// Most objects may have been deleted in the meantime.
 			<-db.turn
 			db.mayCompact(out.After)
 			db.turn <- struct{}{}
@@ -126,7 +126,7 @@ func (db *DB) mayCompact(used int64) {
 func (db *DB) compact(c *compacting) (after int64, held time.Duration, err error) {
 	path := db.path + compactSuffix
 	if err = removeIfThere(path); err == nil {
-		// Nothing of the copy is durable before all of it is.
+		// The copy need not be durable until it is complete.
 		c.to, c.file, err = openFile(path, Cost{NoSync: true})
 	}
 	if err != nil {
@@ -141,7 +141,7 @@ func (db *DB) compact(c *compacting) (after int64, held time.Duration, err error
 	if err := c.copyAll(db); err != nil {
 		return 0, 0, fmt.Errorf("compact the journal: %w", err)
 	}
-	// Most of it is on disk before anybody waits for it.
+	// So most of it is on disk before commits have to wait for it.
 	if err := durable.Sync(c.file); err != nil {
 		return 0, 0, fmt.Errorf("compact the journal: %w", err)
 	}
@@ -156,10 +156,11 @@ func (db *DB) compact(c *compacting) (after int64, held time.Duration, err error
 		after = tx.bolt.Size()
 		return nil
 	}))
-	return after, held, errors.Join(err, old.Close()) // which waits for those who read it
+	return after, held, errors.Join(err, old.Close()) // Close waits for its readers
 }
 
-// copyAll copies all objects, and then what was changed meanwhile until that is little.
+// copyAll copies all objects, and then those that were changed meanwhile, until only a
+// few are left.
 func (c *compacting) copyAll(db *DB) error {
 	var buckets []string
 	if err := db.View(func(tx *Tx) error {
@@ -204,7 +205,7 @@ func (c *compacting) copyBucket(db *DB, bucket string) error {
 	}
 }
 
-// entriesAfter are the next entries of a bucket, as many as one step takes.
+// entriesAfter returns the next entries of a bucket, as many as one step takes.
 func entriesAfter(from *bbolt.Bucket, bucket string, after []byte) (some []entry) {
 	if from == nil {
 		return nil
@@ -221,7 +222,7 @@ func entriesAfter(from *bbolt.Bucket, bucket string, after []byte) (some []entry
 	return some
 }
 
-// copyChanged copies objects as they are now.
+// copyChanged copies the current values of changed objects.
 func (c *compacting) copyChanged(db *DB, changed map[place]bool) error {
 	some := make([]entry, 0, min(len(changed), compactCount))
 	flush := func() error {
@@ -251,7 +252,8 @@ func (c *compacting) copyChanged(db *DB, changed map[place]bool) error {
 	return flush()
 }
 
-// write writes entries to the new file; those without a value are deleted there.
+// write writes entries to the new file. It deletes the keys of entries without a
+// value.
 func (c *compacting) write(entries []entry) error {
 	return c.to.Update(func(tx *bbolt.Tx) error {
 		for _, e := range entries {
@@ -259,7 +261,7 @@ func (c *compacting) write(entries []entry) error {
 			if err != nil {
 				return err
 			}
-			bucket.FillPercent = 0.9 // most come in the order of their keys
+			bucket.FillPercent = 0.9 // most keys come in order
 			if e.value == nil {
 				err = bucket.Delete([]byte(e.key))
 			} else {
@@ -273,7 +275,7 @@ func (c *compacting) write(entries []entry) error {
 	})
 }
 
-// note notes what was committed, for the compaction that is under way.
+// note records committed changes for the compaction that is under way.
 func (db *DB) note(changed []entry) {
 	db.mu.Lock()
 	defer db.mu.Unlock()
@@ -285,7 +287,7 @@ func (db *DB) note(changed []entry) {
 	}
 }
 
-// takeChanged takes what was changed since it was last taken.
+// takeChanged returns the objects that were changed since its last call.
 func (db *DB) takeChanged(c *compacting) map[place]bool {
 	db.mu.Lock()
 	defer db.mu.Unlock()
@@ -294,8 +296,8 @@ func (db *DB) takeChanged(c *compacting) map[place]bool {
 	return changed
 }
 
-// replace makes the new file the journal, while nobody commits, and returns the old one;
-// nil if that is still the journal.
+// replace makes the new file the journal, while commits wait, and returns the old one.
+// It returns nil if the old one is still the journal.
 func (db *DB) replace(c *compacting, path string) (old *bbolt.DB, held time.Duration, err error) {
 	<-db.turn
 	defer func() { db.turn <- struct{}{} }()
@@ -321,7 +323,8 @@ func (db *DB) replace(c *compacting, path string) (old *bbolt.DB, held time.Dura
 		if now, statErr := os.Stat(db.path); statErr != nil || !sameFile(now, c.file) {
 			return nil, 0, errors.Join(err, statErr)
 		}
-		// A power cut may bring either of the two files back: none is written any more.
+		// After a power cut, either file may have the journal's name. So the journal
+		// refuses all further writes.
 		db.broken = fmt.Errorf("the name of the compacted journal is not durable, start the daemon again: %w", err)
 	}
 	db.swap.Lock()
@@ -330,7 +333,7 @@ func (db *DB) replace(c *compacting, path string) (old *bbolt.DB, held time.Dura
 	return old, 0, db.broken
 }
 
-// errClosed ends a compaction.
+// errClosed ends a compaction because the journal is being closed.
 var errClosed = errors.New("the journal is being closed")
 
 func (db *DB) isClosed() bool {

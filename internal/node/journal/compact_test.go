@@ -215,8 +215,8 @@ func TestCutOff(t *testing.T) {
 	put(t, db, "later", "1")
 }
 
-// TestRenameFails: the journal goes on in the old file. If nobody knows which of the two
-// files a power cut brings back, it can only be read, until it is opened again.
+// TestRenameFails: the journal goes on in the old file. If it is unknown which of the
+// two files a power cut brings back, it can only be read, until it is opened again.
 func TestRenameFails(t *testing.T) {
 	failed := errors.New("failed")
 	db, c, _ := prepared(t)

@@ -1,7 +1,7 @@
-// Package journal keeps objects in one file, in transactions that survive a
-// kill at any instant. The file has a schema version: an older one is migrated
-// forward, a newer one is refused. Each write of an object has a number of its own,
-// the object's resource version, which only ever grows.
+// Package journal keeps objects in one file, in transactions that survive a kill at
+// any instant. The file has a schema version: an older file is migrated forward, a
+// newer one is refused. Each write of an object gets a number, the object's
+// resource version; later writes get greater numbers.
 package journal
 
 import (
@@ -19,7 +19,7 @@ import (
 	bolterrors "go.etcd.io/bbolt/errors"
 )
 
-// Schema is the version of what this build writes.
+// Schema is the schema version that this build writes.
 const Schema = 5
 
 var (
@@ -36,30 +36,32 @@ var ErrInUse = errors.New("the state is in use by another daemon")
 // DB is an open journal. Its methods are safe for concurrent use.
 type DB struct {
 	path string
-	// id is that of the file, over compactions and restarts.
+	// id identifies the file. It survives compactions and restarts.
 	id      string
 	observe func(took time.Duration)
-	// committed is told of each commit, by whoever has the turn.
+	// committed is told of each commit, by the goroutine that has the turn.
 	committed func(Commit)
 	cost      Cost
 	plain     bool // see Tx
 	// rename gives the file of a compaction the journal's name.
 	rename func(from, to string) error
 	work   sync.WaitGroup // compactions
-	// turn holds one token while nobody commits.
+	// turn holds one token, which is taken by the goroutine that commits.
 	turn chan struct{}
-	// version is the resource version that was given last; whoever has the turn uses it.
+	// version is the last resource version that was given. It is used only with the
+	// turn.
 	version uint64
-	// file is that of bolt, aside the room that it has beyond what is used of it; whoever
-	// has the turn uses both.
+	// file is the file of bolt. aside is the room that it has reserved beyond its used
+	// part. Both are used only with the turn.
 	file  *os.File
 	aside durable.Aside
 	short atomic.Bool
-	// broken is why nothing can be written any more; whoever has the turn uses it.
+	// broken is the reason why all further writes are refused. It is used only
+	// with the turn.
 	broken error
 
-	// swap protects bolt, which whoever has the turn may read without it: a compaction
-	// replaces it with both.
+	// swap protects bolt. The goroutine that has the turn may read bolt without it: a
+	// compaction replaces bolt only with both.
 	swap sync.RWMutex
 	bolt *bbolt.DB
 
@@ -67,21 +69,21 @@ type DB struct {
 	queue        []*write
 	closed       bool
 	compacting   *compacting // nil if none is under way
-	compactAfter time.Time   // before which none is begun
+	compactAfter time.Time   // no compaction begins before this time
 	compacted    func(Compaction)
-	untold       []Compaction // that ended before there was somebody to tell
+	untold       []Compaction // that ended before ObserveCompactions was called
 }
 
-// Cost is what a commit costs beside its work. It is for measurements.
+// Cost is the cost of a commit besides its work. It is for measurements.
 type Cost struct {
-	// NoSync leaves out the wait for the disk: what is written does not survive the
-	// host's end.
+	// NoSync leaves out the wait for the disk: writes are lost if the host goes
+	// down.
 	NoSync bool
-	// Before is called before each commit, if it is set.
+	// Before, if it is set, is called before each commit.
 	Before func()
 }
 
-// Open opens the journal at path and makes it if there is none.
+// Open opens the journal at path, and makes it if it does not exist.
 func Open(path string) (*DB, error) { return OpenAt(path, Cost{}) }
 
 // OpenAt is Open with another cost of commits.
@@ -106,7 +108,7 @@ func open(path string, schema uint32, migrations []func(*Tx) error, cost Cost) (
 	}); err != nil {
 		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), b.Close())
 	}
-	// A compaction that was killed has left it.
+	// A compaction that was killed may have left this file.
 	if err := removeIfThere(path + compactSuffix); err != nil {
 		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), b.Close())
 	}
@@ -118,11 +120,11 @@ func open(path string, schema uint32, migrations []func(*Tx) error, cost Cost) (
 	return db, nil
 }
 
-// letGo is how long a daemon that is being replaced may need to let go of the file.
+// letGo bounds how long a daemon that is being replaced may take to close the file.
 const letGo = 2 * time.Second
 
-// openCurrent opens the file that has the journal's name. A compaction of another daemon
-// may give the name to another file while this one waits for it.
+// openCurrent opens the file that has the journal's name. While it waits for the file, a
+// compaction of another daemon may give that name to another file.
 func openCurrent(path string, cost Cost) (*bbolt.DB, *os.File, error) {
 	for begin := time.Now(); ; {
 		b, file, err := openFile(path, cost)
@@ -148,12 +150,12 @@ func openCurrent(path string, cost Cost) (*bbolt.DB, *os.File, error) {
 	}
 }
 
-// openFile opens a bbolt file, and returns what it has open.
+// openFile opens a bbolt file, and returns it with its open file.
 func openFile(path string, cost Cost) (b *bbolt.DB, file *os.File, err error) {
 	b, err = bbolt.Open(path, 0o600, &bbolt.Options{
 		Timeout: letGo,
-		// The list of free pages is found again when the file is opened. Written with
-		// each commit, it makes those slow in a file that was once large.
+		// The list of free pages is rebuilt when the file is opened. Writing it with
+		// each commit would make commits slow in a file that was once large.
 		FreelistType: bbolt.FreelistMapType, NoFreelistSync: true,
 		NoSync: cost.NoSync,
 		OpenFile: func(name string, flag int, mode os.FileMode) (*os.File, error) {
@@ -170,7 +172,7 @@ func (tx *Tx) migrate(schema uint32, migrations []func(*Tx) error) error {
 	if err != nil {
 		return err
 	}
-	have := schema // of a new file
+	have := schema // the schema of a new file
 	if v := meta.Get(schemaKey); v != nil {
 		if len(v) != 4 {
 			return fmt.Errorf("its schema version has %d bytes instead of 4: the file is damaged", len(v))
@@ -195,12 +197,12 @@ func (db *DB) Close() error {
 	db.closed = true
 	db.mu.Unlock()
 	db.work.Wait()
-	<-db.turn // whoever has committed looks at the file afterwards
+	<-db.turn // after its commit, the holder of the turn still looks at the file
 	defer func() { db.turn <- struct{}{} }()
 	return db.bolt.Close()
 }
 
-// View runs f in a transaction that only reads.
+// View runs f in a read-only transaction.
 func (db *DB) View(f func(*Tx) error) error {
 	db.swap.RLock()
 	tx, err := db.bolt.Begin(false)
@@ -208,6 +210,6 @@ func (db *DB) View(f func(*Tx) error) error {
 	if err != nil {
 		return fmt.Errorf("read the journal: %w", err)
 	}
-	defer func() { _ = tx.Rollback() }() // it has only read
+	defer func() { _ = tx.Rollback() }() // the transaction has only read
 	return f(&Tx{bolt: tx, plain: db.plain})
 }

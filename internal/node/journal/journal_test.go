@@ -187,8 +187,8 @@ func TestDamaged(t *testing.T) {
 	}
 }
 
-// TestKilled: what a process was told is durable is there after it was killed
-// in the middle of more, compactions included.
+// TestKilled: writes that a process was told are durable survive a kill in the
+// middle of further writes and of compactions.
 func TestKilled(t *testing.T) {
 	if path := os.Getenv("JOURNAL_TO_WRITE"); path != "" {
 		writeForever(path)

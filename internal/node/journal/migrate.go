@@ -11,14 +11,15 @@ import (
 
 // migrations[n] brings the schema from n+1 to n+2.
 var migrations = []func(*Tx) error{
-	// Sandboxes say which secrets they hold, and there are quotas. A build that
-	// knows nothing of them would write secrets to disk in the clear.
+	// Sandboxes say which secrets they hold, and there are quotas. A build of
+	// AgentRun that does not know them would write secrets to disk in the
+	// clear.
 	func(*Tx) error { return nil },
 	indexEnds,
 	addVersions,
 	// Sandboxes have owners, tokens that the node has not derived, and values of secrets
-	// that came with the claim. A build that knows nothing of them would let the derived
-	// tokens in, and write those values to disk in the clear.
+	// that came with the claim. A build of AgentRun that does not know them would accept
+	// the derived tokens, and write those values to disk in the clear.
 	func(*Tx) error { return nil },
 }
 
@@ -51,8 +52,8 @@ func indexEnds(tx *Tx) error {
 	}))
 }
 
-// addVersions gives all objects the first resource version: nobody knows in which order
-// they were written.
+// addVersions gives all objects the first resource version: the order in which they
+// were written is unknown.
 func addVersions(tx *Tx) error {
 	first := tx.take()
 	err := tx.bolt.ForEach(func(name []byte, bucket *bbolt.Bucket) error {

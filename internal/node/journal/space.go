@@ -7,15 +7,15 @@ import (
 	"go.etcd.io/bbolt"
 )
 
-// Room that is set aside on the disk for what the journal grows by: a sixteenth of the disk,
-// and no more than 16 MiB. Whatever ends or deletes needs some of it while the disk is full.
+// Room on the disk is set aside for the growth of the journal: a sixteenth of the disk, at
+// most 16 MiB. Operations that end or delete objects need some of it while the disk is full.
 const (
 	asidePart = 16
 	mostAside = 16 << 20
 )
 
-// Short reports whether the disk is full, and less than half is left of the room that was
-// set aside for the journal.
+// Short reports whether the disk is full, and less than half of the room that was set
+// aside for the journal is left.
 func (db *DB) Short() bool {
 	if !db.short.Load() {
 		return false
@@ -23,12 +23,12 @@ func (db *DB) Short() bool {
 	<-db.turn
 	defer func() { db.turn <- struct{}{} }()
 	if err := db.View(func(tx *Tx) error { return db.setAside(tx.bolt.Size()) }); err != nil {
-		return true // whoever writes is told
+		return true // the next writer gets the error
 	}
 	return db.short.Load()
 }
 
-// setAside sees to it that the file can grow. The caller has the turn, or opens the journal.
+// setAside makes sure that the file can grow. The caller has the turn, or opens the journal.
 func (db *DB) setAside(used int64) error {
 	if db.aside.Most == 0 {
 		var err error
@@ -41,7 +41,8 @@ func (db *DB) setAside(used int64) error {
 	return err
 }
 
-// asideFor sets the same room aside for a file that is to become the journal's.
+// asideFor sets the same room aside for a file that is about to become the
+// journal's.
 func (db *DB) asideFor(c *compacting) (durable.Aside, error) {
 	a := durable.Aside{Most: db.aside.Most}
 	err := c.to.View(func(tx *bbolt.Tx) error {
@@ -54,5 +55,5 @@ func (db *DB) asideFor(c *compacting) (durable.Aside, error) {
 	return a, err
 }
 
-// errNoAside ends a compaction: the journal that there is has the room.
+// errNoAside ends a compaction: the current journal keeps its room.
 var errNoAside = errors.New("the disk has no room to set aside for the new file")

@@ -70,7 +70,8 @@ func TestSetAside(t *testing.T) {
 	if !db.Short() {
 		t.Error("a daemon that came later has room")
 	}
-	// What changes or deletes without end fits, in the pages that it frees.
+	// Endless changes and deletions fit, because they reuse the pages that they
+	// free.
 	for round := range 200 {
 		if err := db.Update(func(tx *Tx) error {
 			return errors.Join(notes.Delete(tx, "000001"), notes.Put(tx, "000002", note{fmt.Sprint(round)}))

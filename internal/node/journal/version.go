@@ -10,16 +10,15 @@ import (
 	"go.etcd.io/bbolt"
 )
 
-// Each write of an object, a deletion included, takes the next number: its resource
-// version. An object is kept with that of its last write before it, the last of all is in
-// the meta bucket, and is written with each commit. So a number is never given twice, not
-// after a restart or a compaction either; one that was taken by a write that failed is left
-// out.
+// Each write of an object, including its deletion, takes the next number: its resource
+// version. A stored object begins with the version of its last write. The last version of
+// all is in the meta bucket, and is written with each commit. So a number is never given
+// twice, even over a restart or a compaction. If a write fails, its number is skipped.
 
 // versioned is the first schema whose values begin with a resource version.
 const versioned = 4
 
-// versionSize is how many bytes a resource version has in a value.
+// versionSize is the size in bytes of a resource version in a value.
 const versionSize = 8
 
 var (
@@ -27,24 +26,24 @@ var (
 	idKey      = []byte("id")
 )
 
-// Versioned is an object that knows its resource version.
+// Versioned is an object that keeps its resource version.
 type Versioned interface{ SetResourceVersion(version uint64) }
 
-// setVersion tells an object its resource version, if it wants to know.
+// setVersion tells an object its resource version, if the object keeps it.
 func setVersion(object any, version uint64) {
 	if v, ok := object.(Versioned); ok {
 		v.SetResourceVersion(version)
 	}
 }
 
-// Commit is what was written together.
+// Commit lists writes that were committed together.
 type Commit struct {
 	// Version is the last resource version that was given.
 	Version uint64
 	// Changes are in the order of their resource versions.
 	Changes []Change
-	// Failed says that the changes may be in the file or not: the disk has said neither. It
-	// is the last commit.
+	// Failed says that the file may or may not contain the changes: the disk has confirmed
+	// neither. No further commit follows.
 	Failed bool
 }
 
@@ -52,27 +51,28 @@ type Commit struct {
 type Change struct {
 	Collection, Key string
 	Version         uint64
-	// Object is what was written, a T of a Collection[T]; nil if it was deleted.
+	// Object is the written object, a T of a Collection[T]; nil if it was
+	// deleted.
 	Object any
-	// Before is what was deleted, for Collection.Decode.
+	// Before is the deleted object, for Collection.Decode.
 	Before []byte
-	// Size is how many bytes the object has in the journal.
+	// Size is the object's size in the journal in bytes.
 	Size int
 }
 
-// ObserveCommits has f told of each commit before those who have written it know, in
-// order and never twice at once. It is called before the journal is used by others, and f
-// must not wait for anything that a caller of Update holds.
+// ObserveCommits sets f, which is told of each commit before its writers are, in order,
+// one commit at a time. It must be called before the journal is used by others. f must
+// not wait for anything that a caller of Update holds.
 func (db *DB) ObserveCommits(f func(Commit)) { db.committed = f }
 
-// ID is the name of the journal: it was made up with the file, and no other has it.
+// ID identifies the journal. It is made up when the file is made, and is unique.
 func (db *DB) ID() string { return db.id }
 
 // Version is the resource version of the last write that the transaction sees.
 func (tx *Tx) Version() uint64 {
 	v := tx.bolt.Bucket(metaBucket).Get(versionKey)
 	if len(v) != versionSize {
-		return 0 // nothing was ever written
+		return 0 // no object was ever written
 	}
 	return binary.BigEndian.Uint64(v)
 }
@@ -87,7 +87,7 @@ func withVersion(version uint64, body []byte) []byte {
 	return append(binary.BigEndian.AppendUint64(make([]byte, 0, versionSize+len(body)), version), body...)
 }
 
-// join makes a value of an object.
+// join makes a stored value of an object and its resource version.
 func (tx *Tx) join(version uint64, body []byte) []byte {
 	if tx.plain {
 		return body
@@ -95,7 +95,7 @@ func (tx *Tx) join(version uint64, body []byte) []byte {
 	return withVersion(version, body)
 }
 
-// split takes a value apart.
+// split takes a stored value apart.
 func (tx *Tx) split(v []byte) (version uint64, body []byte, err error) {
 	if tx.plain {
 		return 0, v, nil
@@ -106,13 +106,14 @@ func (tx *Tx) split(v []byte) (version uint64, body []byte, err error) {
 	return binary.BigEndian.Uint64(v), v[versionSize:], nil
 }
 
-// body is a value without its resource version.
+// body returns a stored value without its resource version.
 func (tx *Tx) body(v []byte) []byte {
-	_, body, _ := tx.split(v) // a damaged one is found when it is read
+	_, body, _ := tx.split(v) // a damaged value is found when it is read
 	return body
 }
 
-// putVersion writes which resource version was given last, and returns where that is.
+// putVersion writes the last resource version that was given, and returns the entry's
+// place.
 func putVersion(tx *bbolt.Tx, version uint64) (entry, error) {
 	err := tx.Bucket(metaBucket).Put(versionKey, binary.BigEndian.AppendUint64(nil, version))
 	return entry{bucket: string(metaBucket), key: string(versionKey)}, err

@@ -22,7 +22,8 @@ func (t *told) SetResourceVersion(version uint64) { t.Version = version }
 
 var tolds = Collection[told]("tolds")
 
-// version is the resource version of a key, by both ways to ask for it; 0 is none.
+// version returns the resource version of a key, read in both ways; 0 if the key
+// does not exist.
 func version(t *testing.T, db *DB, key string) uint64 {
 	t.Helper()
 	var got told
@@ -135,8 +136,8 @@ func compactNow(t *testing.T, db *DB) {
 	}
 }
 
-// TestVersionOverCompaction: what is deleted while the journal is compacted takes its
-// number with it: the new file does not give it again.
+// TestVersionOverCompaction: the number of an object that is deleted during a
+// compaction is not given again by the new file.
 func TestVersionOverCompaction(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "journal")
 	db := openTest(t, path)
@@ -171,8 +172,8 @@ func TestVersionOverCompaction(t *testing.T) {
 	}
 }
 
-// TestCommits: whoever watches is told of each write once, in order, and before the
-// writer is answered; of what failed nothing.
+// TestCommits: the observer is told of each successful write once, in order, and
+// before its writer is answered.
 func TestCommits(t *testing.T) {
 	db := openTest(t, filepath.Join(t.TempDir(), "journal"))
 	var got []Commit
@@ -217,8 +218,9 @@ func TestCommits(t *testing.T) {
 	}
 }
 
-// TestUnknownCommit: where the disk has failed after a commit got into the file, nothing is
-// written any more: whoever was told that it has failed could not go on from what is there.
+// TestUnknownCommit: if the disk fails after a commit got into the file, the journal
+// refuses all further writes, because callers that were told of a failure cannot know the
+// content of the file.
 func TestUnknownCommit(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "journal")
 	db := openTest(t, path)
@@ -248,7 +250,7 @@ func TestUnknownCommit(t *testing.T) {
 }
 
 // TestVersionsOfOldObjects: objects of a journal without resource versions get the first
-// one, and are what they were.
+// one, and are otherwise unchanged.
 func TestVersionsOfOldObjects(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "journal")
 	db, err := open(path, versioned-1, migrations, Cost{})
@@ -281,7 +283,7 @@ func TestVersionsOfOldObjects(t *testing.T) {
 	}
 }
 
-// TestDamagedVersion: a value that is too short is an error of whoever reads it.
+// TestDamagedVersion: reading a value that is too short is an error.
 func TestDamagedVersion(t *testing.T) {
 	db := openTest(t, filepath.Join(t.TempDir(), "journal"))
 	if err := db.bolt.Update(func(tx *bbolt.Tx) error {
@@ -301,7 +303,7 @@ func TestDamagedVersion(t *testing.T) {
 	}
 }
 
-// BenchmarkUpdate is what many writers at once get done.
+// BenchmarkUpdate measures many concurrent writers.
 func BenchmarkUpdate(b *testing.B) {
 	db, err := OpenAt(filepath.Join(b.TempDir(), "journal"), Cost{NoSync: true})
 	if err != nil {

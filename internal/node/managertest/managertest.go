@@ -1,5 +1,5 @@
-// Package managertest opens a manager over played parts (package nodetest), with keys
-// and an audit log, for tests of what serves it.
+// Package managertest opens a manager with the test engine of package nodetest, with
+// keys and an audit log, for tests of its servers.
 package managertest
 
 import (
@@ -27,11 +27,11 @@ import (
 	"agentrun.dev/internal/storage/seal"
 )
 
-// Builder makes templates of nothing; their sandboxes work in a folder.
+// Builder makes templates without an image; their sandboxes work in a folder.
 type Builder struct {
 	// Workdir is that folder.
 	Workdir string
-	// Gate is what a build with an init command waits for.
+	// Gate holds up builds with an init command.
 	Gate chan struct{}
 }
 
@@ -67,14 +67,14 @@ func (*Builder) DropImage(context.Context, sandbox.Namespace, string) (bool, err
 // Rehearse implements node.Builder.
 func (b *Builder) Rehearse(context.Context, sandbox.TemplateSpec, engine.Sandbox) error { return nil }
 
-// Node is what a daemon serves.
+// Node is a manager with all that a server needs.
 type Node struct {
 	T       testing.TB
 	Manager *node.Manager
 	Builder *Builder
-	// Network is that of its sandboxes.
+	// Network is the network of its sandboxes.
 	Network *Network
-	// Workdir is where sandboxes work: a folder of the host.
+	// Workdir is the folder of the host that sandboxes work in.
 	Workdir string
 	Access  *access.Store
 	// Trail is the audit log, in the folder TrailDir.
@@ -135,8 +135,8 @@ func guard(t testing.TB, m *node.Manager, trailDir string) (*access.Store, *audi
 	return keys, trail
 }
 
-// Config is that of a server of a manager that the test has opened, and the key of an
-// administrator.
+// Config returns the configuration of a server for a manager that the test has
+// opened, and the key of an administrator.
 func Config(t testing.TB, m *node.Manager) (cfg server.Config, key string) {
 	t.Helper()
 	keys, trail := guard(t, m, t.TempDir())
@@ -147,12 +147,12 @@ func Config(t testing.TB, m *node.Manager) (cfg server.Config, key string) {
 	return server.Config{Service: m, Snapshots: m, Access: keys, Audit: trail, Log: slog.New(slog.DiscardHandler)}, key
 }
 
-// Config is that of a server of the node.
+// Config returns the configuration of a server for the node.
 func (n *Node) Config() server.Config {
 	return server.Config{Service: n.Manager, Snapshots: n.Manager, Access: n.Access, Audit: n.Trail, Version: "test", Log: n.Log}
 }
 
-// Events are those of the audit log.
+// Events returns the events of the audit log.
 func (n *Node) Events() (out []audit.Event) {
 	n.T.Helper()
 	data, err := os.ReadFile(filepath.Join(n.TrailDir, "audit.log"))
@@ -169,7 +169,7 @@ func (n *Node) Events() (out []audit.Event) {
 	return out
 }
 
-// Eventually waits for what no event tells a client.
+// Eventually waits for a condition that no event reports to a client.
 func (n *Node) Eventually(is func() bool) {
 	n.T.Helper()
 	tick := time.NewTicker(5 * time.Millisecond)
@@ -183,7 +183,7 @@ func (n *Node) Eventually(is func() bool) {
 	}
 }
 
-// Must is a value that a call gave, or the end of the test.
+// Must returns the value of a call, or ends the test.
 func Must[T any](v T, err error) func(testing.TB) T {
 	return func(t testing.TB) T {
 		t.Helper()
@@ -194,16 +194,16 @@ func Must[T any](v T, err error) func(testing.TB) T {
 	}
 }
 
-// Auditor is a function that is told what is to be kept.
+// Auditor is a function that receives the events of an audit log.
 type Auditor func(audit.Event) error
 
 // Write implements server.Auditor.
 func (f Auditor) Write(e audit.Event) error { return f(e) }
 
-// FullDisk keeps no event.
+// FullDisk fails to keep any event.
 func FullDisk(audit.Event) error { return errors.New("no space left on device") }
 
-// Log is a log that is read while it is written.
+// Log is a log that can be read while it is written.
 type Log struct {
 	mu  sync.Mutex // protects all following fields
 	buf bytes.Buffer

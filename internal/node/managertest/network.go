@@ -9,7 +9,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Network leads nowhere: it keeps the policies and the logs of machines.
+// Network connects no machine. It only keeps the policies and the logs of
+// machines.
 type Network struct {
 	mu       sync.Mutex // protects all following fields
 	machines map[sandbox.ID]*machine
@@ -41,7 +42,7 @@ func (n *Network) Log(id sandbox.ID, e sandbox.Traffic) {
 	m.changed = make(chan struct{})
 }
 
-// Policies are those that hold for a machine.
+// Policies returns the policies in force for a machine.
 func (n *Network) Policies(id sandbox.ID) policy.Set {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -82,7 +83,7 @@ func (n *Network) Capture(context.Context, node.Joint) func(context.Context) *sa
 	return func(context.Context) *sandbox.Lineage { return nil }
 }
 
-// Traffic implements node.Network. It waits for as long as its caller does.
+// Traffic implements node.Network. It waits as long as its caller does.
 func (n *Network) Traffic(ctx context.Context, at node.Joint, r sandbox.TrafficRequest) (sandbox.TrafficPage, error) {
 	from := max(r.From, 1)
 	for {
@@ -109,7 +110,7 @@ func (n *Network) Traffic(ctx context.Context, at node.Joint, r sandbox.TrafficR
 	}
 }
 
-// Use implements node.Network: that of its logs.
+// Use implements node.Network, with the use in its logs.
 func (n *Network) Use(context.Context, sandbox.Namespace) map[sandbox.ID]sandbox.NetworkUse {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -220,7 +220,7 @@ func queryProblems(all map[string]described, q query) (problems []string) {
 	if err != nil {
 		return []string{err.Error()}
 	}
-	var labels, grouped []string // of all metrics in it, and by what they are put together
+	var labels, grouped []string // of all metrics in it, and those that group them
 	parser.Inspect(e, func(node parser.Node, _ []parser.Node) error {
 		switch node := node.(type) {
 		case *parser.AggregateExpr:

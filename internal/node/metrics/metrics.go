@@ -1,8 +1,7 @@
-// Package metrics counts and measures what a node does, for Prometheus. What
-// happens is told to it by the packages that it happens in, through the
-// Observer interfaces that they own; what there is at the moment is read when
-// somebody asks. Labels name pools and engines, never sandboxes: there is no
-// end to those. docs/metrics.md lists all metrics.
+// Package metrics counts and measures a node's work, for Prometheus. Packages
+// report events to it through the Observer interfaces that they own. It reads
+// the present state when it is scraped. Labels name pools and engines, never
+// sandboxes, whose number is unbounded. docs/metrics.md lists all metrics.
 package metrics
 
 import (
@@ -19,7 +18,7 @@ import (
 	"agentrun.dev/internal/storage/image"
 )
 
-// Metrics are those of one daemon. It implements sandbox.Observer and
+// Metrics are the metrics of one daemon. It implements sandbox.Observer and
 // restserver.Observer.
 type Metrics struct {
 	registry *prometheus.Registry
@@ -39,12 +38,12 @@ type Metrics struct {
 	ofPools []pooled
 
 	mu sync.Mutex // protects seen
-	// seen are the pools that have series, and for how many scrapes they have
+	// seen has the pools with series, and for how many scrapes each of them has
 	// been gone.
 	seen map[sandbox.Key]int
 }
 
-// pooled is a metric some of whose series can be forgotten.
+// pooled is a metric of which single series can be deleted.
 type pooled interface {
 	prometheus.Collector
 	DeletePartialMatch(prometheus.Labels) int
@@ -58,7 +57,7 @@ const (
 	labelResult    = "result"
 )
 
-// Bounds of what is measured, in seconds: from a fork of a microVM to a build
+// The buckets of histograms, in seconds: from a fork of a microVM to a build
 // that installs packages.
 var (
 	durations = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60}
@@ -137,12 +136,12 @@ const (
 func (m *Metrics) Handler() http.Handler {
 	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{
 		MaxRequestsInFlight: maxScrapes, Timeout: scrapeTimeout,
-		// One thing that cannot be read does not hide all others.
+		// A value that cannot be read does not hide the others.
 		ErrorHandling: promhttp.ContinueOnError, Registry: m.registry,
 	})
 }
 
-// Pulled is told of pulls of images.
+// Pulled receives the pulls of images.
 func (m *Metrics) Pulled(p image.Pulled) {
 	result := "ok"
 	if p.Err != nil {

@@ -73,7 +73,7 @@ func (n *testNode) pool(name string, replicas int) {
 	})
 }
 
-// eventually waits for what no event tells.
+// eventually waits for a condition that no event reports.
 func (n *testNode) eventually(is func() bool) {
 	n.t.Helper()
 	tick := time.NewTicker(time.Millisecond)
@@ -87,7 +87,7 @@ func (n *testNode) eventually(is func() bool) {
 	}
 }
 
-// families are what a scrape finds, by name.
+// families are the metrics of a scrape, by name.
 type families map[string]*dto.MetricFamily
 
 func (n *testNode) scrape() families {

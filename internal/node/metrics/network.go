@@ -10,12 +10,12 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Network is where a scrape reads what sandboxes do on the network. *netds.Netds is one.
+// Network is the source for the network use of sandboxes, such as *netds.Netds.
 type Network interface {
 	Stats(context.Context) map[sandbox.Namespace]node.NetworkStats
 }
 
-// WatchNetwork has scrapes read a network.
+// WatchNetwork makes scrapes read a network.
 func (m *Metrics) WatchNetwork(n Network) { m.registry.MustRegister(&network{n}) }
 
 // network reads its source when it is scraped.
@@ -33,8 +33,8 @@ var (
 	descDropped     = describe("network_dropped_frames_total", "Frames and datagrams of sandboxes that were dropped: malformed, spoofed, or beyond a limit.", labelNamespace)
 )
 
-// ruleKinds are the values of the label kind. What a netd calls otherwise is other, so
-// that no netd can make series without end.
+// ruleKinds are the values of the label kind. Other kinds of a netd are counted as
+// other, so that no netd can make an unbounded number of series.
 var ruleKinds = []string{"name", "wildcard", "address", "default", "closed", "tls", "http", "dns", "inject"}
 
 const otherKind = "other"
@@ -66,7 +66,7 @@ func (n *network) Collect(out chan<- prometheus.Metric) {
 	}
 }
 
-// byKind sums up what was counted, for each value of the label.
+// byKind adds up the numbers for each value of the label.
 func byKind(kinds []node.NetworkKind) map[string]node.NetworkKind {
 	out := map[string]node.NetworkKind{}
 	for _, k := range kinds {

@@ -13,8 +13,8 @@ type played map[sandbox.Namespace]node.NetworkStats
 
 func (p played) Stats(context.Context) map[sandbox.Namespace]node.NetworkStats { return p }
 
-// TestNetwork: namespaces and kinds of rules are kept apart, and a kind that nobody
-// knows makes no series of its own.
+// TestNetwork: namespaces and kinds of rules are kept apart, and an unknown kind
+// makes no series of its own.
 func TestNetwork(t *testing.T) {
 	n := newNode(t)
 	n.metrics.WatchNetwork(played{

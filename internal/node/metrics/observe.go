@@ -34,7 +34,7 @@ func (m *Metrics) Begin(ctx context.Context, w sandbox.Work) (context.Context, f
 	}
 }
 
-// poolLabels are those of a pool, which has series from now on.
+// poolLabels returns the labels of a pool, which has series from now on.
 func (m *Metrics) poolLabels(k sandbox.Key) prometheus.Labels {
 	m.mu.Lock()
 	m.seen[k] = 0
@@ -93,5 +93,5 @@ func (m *Metrics) Request(r *http.Request) (context.Context, func(restserver.Ans
 	}
 }
 
-// codeClass is 2xx for 200 and all like it.
+// codeClass is the class of a status, such as 2xx for 200.
 func codeClass(status int) string { return strconv.Itoa(status/100) + "xx" }

@@ -10,19 +10,19 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Source is where a scrape reads what there is. *node.Manager is one.
+// Source is the source for the present state of a node, such as *node.Manager.
 type Source interface {
 	Overview() node.Overview
 	Memory() (map[sandbox.Key]node.PoolMemory, error)
 }
 
-// Watch has scrapes read a source.
+// Watch makes scrapes read a source.
 func (m *Metrics) Watch(s Source) {
 	m.registry.MustRegister(&state{metrics: m, source: s})
 }
 
-// memoryAge is how old what is known about memory may be: reading it takes
-// time for each machine.
+// memoryAge bounds the age of the numbers about memory: reading them takes time
+// for each machine.
 const memoryAge = 5 * time.Second
 
 // state reads a source when it is scraped.
@@ -124,7 +124,8 @@ func (s *state) Collect(out chan<- prometheus.Metric) {
 	s.metrics.forget(now.Pools)
 }
 
-// readMemory reads the memory of all machines, unless that was done just now.
+// readMemory reads the memory of all machines, unless the last numbers are
+// recent.
 func (s *state) readMemory() (map[sandbox.Key]node.PoolMemory, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -135,12 +136,12 @@ func (s *state) readMemory() (map[sandbox.Key]node.PoolMemory, error) {
 	return s.memory, s.err
 }
 
-// goneFor is for how many scrapes the series of a pool outlive it, so that the
-// last of what it did is seen.
+// goneFor is for how many scrapes the series of a pool outlive it, so that its
+// last changes are still scraped.
 const goneFor = 2
 
-// forget drops the series of pools that exist no more: otherwise a client who
-// makes and deletes pools would make series without end.
+// forget drops the series of pools that no longer exist. Otherwise a client
+// that makes and deletes pools could make an unbounded number of series.
 func (m *Metrics) forget(pools []node.PoolOverview) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

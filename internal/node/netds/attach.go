@@ -13,8 +13,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// join connects a machine. One of an earlier daemon goes on in any case, and may have a wire
-// in a netd with rules of the past: if it cannot be connected now, that is tried again.
+// join connects a machine. A machine of an earlier daemon keeps running in any case, and may
+// have a wire in a netd with old rules. If it cannot be connected now, that is tried again.
 func (ns *namespace) join(ctx context.Context, at node.Joint) error {
 	j := &at
 	if !at.Adopted {
@@ -39,8 +39,8 @@ func (ns *namespace) join(ctx context.Context, at node.Joint) error {
 	return nil
 }
 
-// connect attaches the wire of a machine to the netd that there is, or will be. One that is
-// adopted may get it when the netd begins.
+// connect attaches the wire of a machine to the netd, or waits for the next netd. An
+// adopted machine may get its wire when the netd begins.
 func (ns *namespace) connect(ctx context.Context, j *node.Joint, adopted bool) error {
 	for {
 		c, err := ns.await(ctx)
@@ -69,8 +69,8 @@ func (ns *namespace) connect(ctx context.Context, j *node.Joint, adopted bool) e
 	}
 }
 
-// attach gives a wire to a netd, or fails and leaves nothing of it there. The caller has the
-// turn.
+// attach gives a wire to a netd. If it fails, it leaves nothing of the wire there. The
+// caller has the turn.
 func (ns *namespace) attach(ctx context.Context, c *netctl.Client, j *node.Joint) error {
 	rules, err := ns.rules(*j)
 	if err != nil {
@@ -87,13 +87,13 @@ func (ns *namespace) attach(ctx context.Context, c *netctl.Client, j *node.Joint
 	}
 	defer func() { _ = end.Close() }() // the netd has its own copy
 	if err := c.Attach(ctx, wireOf(*j, rules), end); err != nil {
-		return errors.Join(err, ns.takeBack(ctx, c, j.Machine)) // it may have done it, and be late
+		return errors.Join(err, ns.takeBack(ctx, c, j.Machine)) // the netd may have attached it, and answered too late
 	}
 	j.Adopted = false
 	return nil
 }
 
-// attached brings a wire that an earlier daemon has attached up to date.
+// attached updates the rules of a wire that an earlier daemon has attached.
 func (ns *namespace) attached(ctx context.Context, c *netctl.Client, j *node.Joint, rules netctl.Rules) error {
 	id := netctl.ID(j.Machine)
 	err := c.SetPolicy(ctx, id, rules)
@@ -114,8 +114,8 @@ func (ns *namespace) attached(ctx context.Context, c *netctl.Client, j *node.Joi
 	return errors.Join(err, ns.takeBack(ctx, c, j.Machine))
 }
 
-// takeBack has a netd let go of a wire that it may have with wrong rules. One that does not is
-// hung up on: another one is started, with the right ones.
+// takeBack makes a netd detach a wire that may have wrong rules. If the netd does not, its
+// connection is closed: another netd is started, with the right rules.
 func (ns *namespace) takeBack(ctx context.Context, c *netctl.Client, machine sandbox.ID) error {
 	err := c.Detach(context.WithoutCancel(ctx), netctl.ID(machine))
 	if err == nil || errors.Is(err, netctl.ErrNotFound) || errors.Is(err, netctl.ErrBroken) {
@@ -124,7 +124,7 @@ func (ns *namespace) takeBack(ctx context.Context, c *netctl.Client, machine san
 	return errors.Join(err, c.Close())
 }
 
-// note remembers whether a machine has its wire, and says so when that changes.
+// note records whether a machine has its wire, and logs each change.
 func (ns *namespace) note(machine sandbox.ID, err error) {
 	ns.mu.Lock()
 	defer ns.mu.Unlock()
@@ -145,9 +145,8 @@ func (ns *namespace) note(machine sandbox.ID, err error) {
 	ns.notify()
 }
 
-// attachMissing attaches the wires that a netd does not have, brings those up to date that an
-// earlier daemon has attached, and has it let go of those that are to leave. The caller has
-// the turn.
+// attachMissing attaches the wires that a netd lacks. It updates those that an earlier daemon
+// has attached, and detaches those that have to leave. The caller has the turn.
 func (ns *namespace) attachMissing(ctx context.Context, c *netctl.Client) error {
 	list, err := c.List(ctx)
 	if err != nil {
@@ -183,14 +182,14 @@ func (ns *namespace) attachMissing(ctx context.Context, c *netctl.Client) error 
 			return err
 		}
 		if errors.Is(err, engine.ErrNoWire) {
-			continue // it ends just now, or has no interface: join forgets it
+			continue // it is ending just now, or has no interface: join forgets it
 		}
 		ns.note(j.Machine, err)
 	}
 	return nil
 }
 
-// settle tries again what has failed.
+// settle tries failed operations again.
 func (ns *namespace) settle(ctx context.Context, c *netctl.Client) {
 	ns.turn.Lock()
 	defer ns.turn.Unlock()

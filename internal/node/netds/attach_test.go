@@ -114,7 +114,7 @@ func (r *refusing) answer(request netctl.Request) *netctl.Reply {
 	return yes(request)
 }
 
-// next is what the netd was asked next about a wire.
+// next returns the netd's next request about a wire.
 func (l *listener) next(t *testing.T) (netctl.Kind, netctl.ID) {
 	t.Helper()
 	for {
@@ -198,8 +198,8 @@ func TestNothingIsLeftInANetd(t *testing.T) {
 	}
 }
 
-// TestAdoptedWithoutAWire: a sandbox without an interface, of an earlier daemon, is told so, and
-// nobody reads in the log that its network is tried again.
+// TestAdoptedWithoutAWire: a sandbox of an earlier daemon without an interface gets that error,
+// and the log does not say that its network is tried again.
 func TestAdoptedWithoutAWire(t *testing.T) {
 	h := newHosts(t)
 	var log words

@@ -42,7 +42,7 @@ func flood(t *testing.T) string {
 // more when they give it more, over the same connection.
 func TestBandwidth(t *testing.T) {
 	const rate, size = 1 << 20, 3 << 19
-	// What may come at once: the bucket, and the last frame's debt.
+	// The most that can come at once: the bucket, and the last frame's debt.
 	const atOnce = 2<<16 + 1<<16
 	h, from := newHosts(t), flood(t)
 	g := networktest.New(t) // it ends after the netds, which may ask for its wire

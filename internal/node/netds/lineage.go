@@ -54,7 +54,8 @@ func fromLineage(l netctl.Lineage) *sandbox.Lineage {
 	return out
 }
 
-// capture notes the connections of a machine from now on, until collect.
+// capture has the netd record the connections of a machine from now on, until
+// collect.
 func (ns *namespace) capture(ctx context.Context, machine sandbox.ID) (collect func(context.Context) *sandbox.Lineage) {
 	unknown := func(err error) *sandbox.Lineage {
 		// Without a netd there are no connections to inherit.
@@ -82,16 +83,17 @@ func (ns *namespace) capture(ctx context.Context, machine sandbox.ID) (collect f
 	}
 }
 
-// rememberEvery is how old may be what the daemon knows of a netd that is killed.
+// rememberEvery bounds the age of the daemon's knowledge of a netd that is
+// killed.
 const rememberEvery = 5 * time.Second
 
-// remember asks a netd what its machines would hand to those that continue from them: the next
-// netd, if this one is killed, continues from there. Those that have sent nothing since, as seen
-// says, are not asked about.
+// remember asks a netd for the lineages of its machines. If this netd is killed, the next one
+// continues from them. It skips machines that have sent nothing since the last time, according
+// to seen.
 func (ns *namespace) remember(ctx context.Context, c *netctl.Client, seen map[netctl.ID]uint64) {
 	list, err := c.List(ctx)
 	if err != nil {
-		return // it has ended, or is asked again
+		return // the netd has ended, or is asked again later
 	}
 	maps.DeleteFunc(seen, func(id netctl.ID, _ uint64) bool {
 		return !slices.ContainsFunc(list, func(w netctl.WireInfo) bool { return w.ID == id })
@@ -102,10 +104,10 @@ func (ns *namespace) remember(ctx context.Context, c *netctl.Client, seen map[ne
 		}
 		l, err := ask(ctx, c, w.ID)
 		if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, netctl.ErrBroken) {
-			return // whoever waits for each wire of a netd that does not answer serves nobody
+			return // the netd does not answer; waiting for each of its wires would delay the namespace
 		}
 		if err != nil {
-			continue // it has left, or is asked again
+			continue // the machine has left, or is asked about again later
 		}
 		seen[w.ID] = w.Counters.FramesIn
 		ns.turn.Lock()
@@ -120,10 +122,10 @@ func (ns *namespace) remember(ctx context.Context, c *netctl.Client, seen map[ne
 	}
 }
 
-// rememberPatience is how long that may take of one machine.
+// rememberPatience bounds the time for one machine.
 const rememberPatience = 2 * time.Second
 
-// ask asks a netd what a machine would hand to those that continue from it.
+// ask asks a netd for the lineage of a machine.
 func ask(ctx context.Context, c *netctl.Client, wire netctl.ID) (netctl.Lineage, error) {
 	ctx, cancel := context.WithTimeout(ctx, rememberPatience)
 	defer cancel()
@@ -134,7 +136,7 @@ func ask(ctx context.Context, c *netctl.Client, wire netctl.ID) (netctl.Lineage,
 	return c.Collect(ctx, wire, mark)
 }
 
-// traffic is the log of a machine.
+// traffic returns a part of a machine's log.
 func (ns *namespace) traffic(ctx context.Context, machine sandbox.ID, r sandbox.TrafficRequest) (sandbox.TrafficPage, error) {
 	c, err := ns.await(ctx)
 	if err != nil {

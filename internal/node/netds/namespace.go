@@ -17,24 +17,25 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// namespace is the network of one namespace: a netd while there are machines.
+// namespace is the network of one namespace: it has a netd while there are
+// machines.
 type namespace struct {
 	netds *Netds
 	name  sandbox.Namespace
 
-	// turn is held by whoever attaches or detaches wires, so that a netd that comes
-	// back gets each wire once.
+	// turn is held while wires are attached or detached, so that a new netd gets
+	// each wire once.
 	turn sync.Mutex
 
 	mu      sync.Mutex // protects all following fields
 	joints  map[sandbox.ID]*node.Joint
-	running bool             // whether run is
-	client  *netctl.Client   // nil while there is no netd to speak with
+	running bool             // run is running
+	client  *netctl.Client   // nil while no netd is connected
 	changed chan struct{}    // closed and made anew when client or joints change
 	failed  error            // why there is no client
 	process *netproc.Process // of client
-	// lacking are machines without a wire in the netd, with the reason, and leaving those
-	// that a netd may still have a wire of. Both are tried again.
+	// lacking has the machines without a wire in the netd, with the reason. leaving has
+	// machines whose wire may still be in the netd. Both are tried again.
 	lacking map[sandbox.ID]string
 	leaving map[sandbox.ID]bool
 }
@@ -46,20 +47,20 @@ func newNamespace(n *Netds, name sandbox.Namespace) *namespace {
 	}
 }
 
-// notify wakes those who wait for a change. The caller holds mu.
+// notify wakes the goroutines that wait for a change. The caller holds mu.
 func (ns *namespace) notify() {
 	close(ns.changed)
 	ns.changed = make(chan struct{})
 }
 
-// connected is the client, or nil.
+// connected returns the client, or nil.
 func (ns *namespace) connected() *netctl.Client {
 	ns.mu.Lock()
 	defer ns.mu.Unlock()
 	return ns.client
 }
 
-// await waits for a netd to speak with, which is started if none runs.
+// await waits for a connected netd, and starts one if necessary.
 func (ns *namespace) await(ctx context.Context) (*netctl.Client, error) {
 	for {
 		ns.mu.Lock()
@@ -85,7 +86,7 @@ func (ns *namespace) await(ctx context.Context) (*netctl.Client, error) {
 	}
 }
 
-// run keeps a netd for as long as there are machines.
+// run keeps a netd running as long as there are machines.
 func (ns *namespace) run() {
 	ctx := ns.netds.ctx
 	for ctx.Err() == nil {
@@ -94,7 +95,7 @@ func (ns *namespace) run() {
 			if ctx.Err() == nil {
 				ns.netds.cfg.Log.Error("start a netd", "namespace", ns.name, "error", err)
 			}
-			// Whoever waits is told; those that are joined wait for the next attempt.
+			// Waiting calls get the error; joined machines wait for the next attempt.
 			if !ns.tryAgain(ctx, again) {
 				return
 			}
@@ -106,7 +107,7 @@ func (ns *namespace) run() {
 	}
 }
 
-// tryAgain waits, and says whether to try again: not without machines.
+// tryAgain waits, and reports whether to try again: only if there are machines.
 func (ns *namespace) tryAgain(ctx context.Context, d time.Duration) bool {
 	select {
 	case <-time.After(d):
@@ -122,8 +123,8 @@ func (ns *namespace) tryAgain(ctx context.Context, d time.Duration) bool {
 	return false
 }
 
-// start gets a netd, and tells those who wait. It has the turn meanwhile: what changes
-// while a netd begins is told to it afterwards.
+// start gets a netd, and tells the waiting calls. It holds the turn: a change that
+// comes while the netd begins is sent to it afterwards.
 func (ns *namespace) start(ctx context.Context) (*netproc.Process, *netctl.Client, error) {
 	ns.turn.Lock()
 	defer ns.turn.Unlock()
@@ -156,7 +157,7 @@ func (ns *namespace) open(ctx context.Context) (_ *netproc.Process, _ *netctl.Cl
 	if err == nil {
 		return process, client, nil
 	}
-	// One that cannot be used is in the way of the next.
+	// A netd that cannot be used would be in the way of the next.
 	if client != nil {
 		err = errors.Join(err, client.Close())
 	}
@@ -166,8 +167,9 @@ func (ns *namespace) open(ctx context.Context) (_ *netproc.Process, _ *netctl.Cl
 	return nil, nil, errors.Join(err, process.Kill(ctx))
 }
 
-// serve waits until the netd has ended or nobody needs it, and says whether the
-// namespace is done with it. Meanwhile it tries again what has failed.
+// serve waits until the netd has ended or is not needed any more. It reports
+// whether the namespace no longer needs a netd. In the meantime it tries failed
+// operations again.
 func (ns *namespace) serve(ctx context.Context, process *netproc.Process, client *netctl.Client) (ended bool) {
 	var retry <-chan time.Time
 	pause := again
@@ -209,8 +211,8 @@ func (ns *namespace) serve(ctx context.Context, process *netproc.Process, client
 	}
 }
 
-// lost is called when the connection to the netd has ended. One that lives, and has
-// hung up on us, cannot be used: another one gets its wires.
+// lost is called when the connection to the netd has ended. A netd that has closed
+// the connection but still runs is of no use: another one gets its wires.
 func (ns *namespace) lost(ctx context.Context, process *netproc.Process, client *netctl.Client) {
 	ns.mu.Lock()
 	ns.client, ns.process = nil, nil
@@ -221,7 +223,7 @@ func (ns *namespace) lost(ctx context.Context, process *netproc.Process, client 
 	ns.netds.cfg.Log.Error("a netd has ended; another one is started", "namespace", ns.name, "reason", process.Ended(), "error", err)
 }
 
-// retire ends a netd that has no wires. It fails if there are some by now.
+// retire ends a netd without wires. It fails if the netd has some by now.
 func (ns *namespace) retire(ctx context.Context, process *netproc.Process, client *netctl.Client) bool {
 	ns.turn.Lock()
 	defer ns.turn.Unlock()
@@ -240,7 +242,7 @@ func (ns *namespace) retire(ctx context.Context, process *netproc.Process, clien
 	return true
 }
 
-// leave lets go of the netd, which goes on.
+// leave closes the connection to the netd, which keeps running.
 func (ns *namespace) leave() error {
 	ns.mu.Lock()
 	defer ns.mu.Unlock()
@@ -255,7 +257,7 @@ func (ns *namespace) leave() error {
 	return errors.Join(errs...)
 }
 
-// keep ends what no machine of this daemon needs.
+// keep ends wires and netds that no machine of this daemon needs.
 func (ns *namespace) keep(ctx context.Context) error {
 	if gone, err := ns.removeForeign(ctx); gone || err != nil {
 		return err
@@ -265,7 +267,7 @@ func (ns *namespace) keep(ctx context.Context) error {
 	ns.mu.Unlock()
 	c, err := ns.await(ctx)
 	if err != nil && !needed {
-		return nil // run has told why; a netd that could not be started has no wires
+		return nil // run has logged the reason; a netd that could not be started has no wires
 	}
 	if err != nil {
 		return err
@@ -288,10 +290,11 @@ func (ns *namespace) keep(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// removeForeign ends the netd of an earlier daemon unless this one uses it: run ends its
-// own when nobody needs it, and a machine without an interface may have had it started.
+// removeForeign ends the netd of an earlier daemon unless this daemon uses it. run ends
+// its own netd when it is not needed any more. A machine without an interface may have
+// caused run to start it.
 func (ns *namespace) removeForeign(ctx context.Context) (gone bool, err error) {
-	ns.turn.Lock() // run waits for it before it looks for a netd
+	ns.turn.Lock() // run waits for the turn before it looks for a netd
 	defer ns.turn.Unlock()
 	ns.mu.Lock()
 	running := ns.running
@@ -310,7 +313,7 @@ func (ns *namespace) rules(at node.Joint) (netctl.Rules, error) {
 	return netctl.Rules{Policies: string(b), ECH: ns.netds.cfg.Settings.Now().ECH, Injections: at.Injections}, nil
 }
 
-// setPolicies replaces what a machine may connect to.
+// setPolicies replaces the rules for a machine's connections.
 func (ns *namespace) setPolicies(ctx context.Context, at node.Joint) error {
 	rules, err := ns.rules(at)
 	if err != nil {
@@ -328,7 +331,8 @@ func (ns *namespace) setPolicies(ctx context.Context, at node.Joint) error {
 	if c == nil {
 		return fmt.Errorf("set the network policy of machine %s: the netd of namespace %s is being started; the policy holds as soon as it runs", at.Machine, ns.name)
 	}
-	// It was promised already: whoever has asked for it may be gone.
+	// The change was already promised, so it is made even if the caller has
+	// gone.
 	ctx = context.WithoutCancel(ctx)
 	err = ns.tell(ctx, c, at.Machine, rules)
 	if errors.Is(err, netctl.ErrNotFound) {
@@ -338,12 +342,12 @@ func (ns *namespace) setPolicies(ctx context.Context, at node.Joint) error {
 	return err
 }
 
-// tell gives a wire other rules. If the netd does not take them, it must not go on with the
-// old ones: it loses the wire, or, if it does not even answer, its life.
+// tell gives a wire other rules. If the netd does not take them, it must not continue with
+// the old ones: it loses the wire, or is ended if it does not even answer.
 func (ns *namespace) tell(ctx context.Context, c *netctl.Client, machine sandbox.ID, rules netctl.Rules) error {
 	err := c.SetPolicy(ctx, netctl.ID(machine), rules)
 	if err == nil || errors.Is(err, netctl.ErrBroken) {
-		return err // without a netd nothing is open
+		return err // without a netd no connection is possible
 	}
 	if !errors.Is(err, netctl.ErrNotFound) {
 		err = errors.Join(err, ns.takeBack(ctx, c, machine))
@@ -352,8 +356,8 @@ func (ns *namespace) tell(ctx context.Context, c *netctl.Client, machine sandbox
 	return err
 }
 
-// reconfigure tells a netd the settings of the node, and the wires what of the settings is in
-// their rules. One that is not there yet, or does not take them, begins with them.
+// reconfigure sends a netd the settings of the node, and to its wires the rules that depend
+// on them. A netd that is not there yet, or does not take the settings, is started with them.
 func (ns *namespace) reconfigure(ctx context.Context) {
 	ns.turn.Lock()
 	defer ns.turn.Unlock()
@@ -365,7 +369,7 @@ func (ns *namespace) reconfigure(ctx context.Context) {
 	}
 	err := c.Configure(ctx, ns.netds.cfg.Settings.Now().forNetd())
 	if err != nil {
-		err = errors.Join(err, c.Close()) // another one is started
+		err = errors.Join(err, c.Close()) // another netd is started
 		joints = nil
 	}
 	for _, j := range joints {
@@ -403,8 +407,8 @@ func (ns *namespace) part(ctx context.Context, machine sandbox.ID) {
 	}
 }
 
-// pause stops or starts the clocks of a machine's connections. A netd that is not
-// there is told when it comes back.
+// pause stops or starts the clocks of a machine's connections. If there is no
+// netd now, the next one gets this with the wire.
 func (ns *namespace) pause(ctx context.Context, machine sandbox.ID, paused bool) {
 	ns.turn.Lock()
 	defer ns.turn.Unlock()
@@ -423,7 +427,7 @@ func (ns *namespace) pause(ctx context.Context, machine sandbox.ID, paused bool)
 		do = c.Pause
 	}
 	err := do(ctx, netctl.ID(machine))
-	if err != nil && !errors.Is(err, netctl.ErrBroken) && !errors.Is(err, netctl.ErrNotFound) { // it is told with the wire
+	if err != nil && !errors.Is(err, netctl.ErrBroken) && !errors.Is(err, netctl.ErrNotFound) { // sent with the wire
 		ns.netds.cfg.Log.Error("pause a sandbox's network, or resume it", "machine", machine, "paused", paused, "error", err)
 	}
 }

@@ -1,7 +1,7 @@
-// Package netds connects the interfaces of a node's sandboxes, each namespace's by a
-// netd of its own. It starts netds when they are needed, finds those again that an
-// earlier daemon has started, starts another one when one has ended and gives it every
-// wire anew, and ends those whose namespace has no sandboxes any more.
+// Package netds connects the interfaces of a node's sandboxes, with one netd per
+// namespace. It starts netds when they are needed, and finds the netds of an earlier
+// daemon again. If a netd has ended, it starts another one and gives it every wire
+// again. It ends the netds of namespaces without sandboxes.
 package netds
 
 import (
@@ -23,19 +23,19 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// Config is what the netds of a node work with.
+// Config configures the netds of a node.
 type Config struct {
 	// Dir has a folder for each namespace.
 	Dir  string
 	Jail *jail.Jail
-	// Settings is what holds on this node. Watch reads it again.
+	// Settings are the network settings of this node. Watch reads them again.
 	Settings *Settings
-	// Idle is how long a netd stays that has no wires; 0 is a minute.
+	// Idle is how long a netd without wires stays; 0 is a minute.
 	Idle time.Duration
 	Log  *slog.Logger
 }
 
-// Netds are those of a node. They are a node.Network.
+// Netds are the netds of a node. They are a node.Network.
 type Netds struct {
 	cfg    Config
 	ctx    context.Context // ends when the daemon closes
@@ -48,7 +48,7 @@ type Netds struct {
 
 var _ node.Network = (*Netds)(nil)
 
-// New makes the netds of a node; none runs yet.
+// New makes the netds of a node, without starting one.
 func New(cfg Config) *Netds {
 	if cfg.Idle == 0 {
 		cfg.Idle = time.Minute
@@ -59,7 +59,7 @@ func New(cfg Config) *Netds {
 	return n
 }
 
-// Close lets go of all netds, which go on.
+// Close closes the connections to all netds, which keep running.
 func (n *Netds) Close() error {
 	n.cancel()
 	n.work.Wait()
@@ -72,7 +72,7 @@ func (n *Netds) Close() error {
 	return errors.Join(errs...)
 }
 
-// of is the network of a namespace, which is made if it is missing.
+// of returns the network of a namespace, and makes it if necessary.
 func (n *Netds) of(name sandbox.Namespace) *namespace {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -89,7 +89,7 @@ func (n *Netds) Join(ctx context.Context, at node.Joint) error {
 	return n.of(at.Namespace).join(ctx, at)
 }
 
-// SetPolicies replaces what a machine may connect to.
+// SetPolicies replaces the rules for a machine's connections.
 func (n *Netds) SetPolicies(ctx context.Context, at node.Joint) error {
 	return n.of(at.Namespace).setPolicies(ctx, at)
 }
@@ -102,26 +102,26 @@ func (n *Netds) Pause(ctx context.Context, at node.Joint) {
 	n.of(at.Namespace).pause(ctx, at.Machine, true)
 }
 
-// Resume lets them go on.
+// Resume starts these clocks again.
 func (n *Netds) Resume(ctx context.Context, at node.Joint) {
 	n.of(at.Namespace).pause(ctx, at.Machine, false)
 }
 
-// Capture notes the connections of a machine from now on.
+// Capture records the connections of a machine from now on.
 func (n *Netds) Capture(ctx context.Context, at node.Joint) func(context.Context) *sandbox.Lineage {
 	return n.of(at.Namespace).capture(ctx, at.Machine)
 }
 
-// Traffic is the log of a machine.
+// Traffic returns a part of a machine's log.
 func (n *Netds) Traffic(ctx context.Context, at node.Joint, r sandbox.TrafficRequest) (sandbox.TrafficPage, error) {
 	return n.of(at.Namespace).traffic(ctx, at.Machine, r)
 }
 
-// BuildPolicy is what builds may connect to whose template does not say.
+// BuildPolicy is the policy for builds whose template does not set one.
 func (n *Netds) BuildPolicy() policy.Policy { return n.cfg.Settings.Now().BuildNetwork }
 
-// Keep forgets what earlier daemons have joined and this one has not: wires of
-// sandboxes that have ended, and netds of namespaces without sandboxes.
+// Keep forgets all that earlier daemons have joined and this one has not: wires
+// of ended sandboxes, and netds of namespaces without sandboxes.
 func (n *Netds) Keep(ctx context.Context) error {
 	entries, err := os.ReadDir(n.cfg.Dir)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -131,15 +131,16 @@ func (n *Netds) Keep(ctx context.Context) error {
 	for _, e := range entries {
 		name, err := sandbox.ParseNamespace(e.Name())
 		if err != nil {
-			continue // nothing of ours
+			continue // not a folder of ours
 		}
 		errs = append(errs, n.of(name).keep(ctx))
 	}
 	return errors.Join(errs...)
 }
 
-// reconfigure tells all netds the settings of the node, each in its own time: one that
-// does not answer must not keep others from closing what is closed now.
+// reconfigure sends all netds the settings of the node, independently of each other. A
+// netd that does not answer must not delay others, for which the settings may close
+// ranges.
 func (n *Netds) reconfigure(ctx context.Context) {
 	n.mu.Lock()
 	all := slices.Collect(maps.Values(n.namespaces))
@@ -155,8 +156,8 @@ func (n *Netds) process(name sandbox.Namespace) netproc.Config {
 	return netproc.Config{Folder: filepath.Join(n.cfg.Dir, string(name)), Jail: n.cfg.Jail}
 }
 
-// again is how long to wait before a netd is started that has failed to start.
-// It doubles for wires that a netd does not take, up to mostAgain.
+// again is the pause before a netd that has failed to start is started again.
+// For wires that a netd does not take the pause doubles, up to mostAgain.
 const (
 	again     = time.Second
 	mostAgain = time.Minute

@@ -247,8 +247,8 @@ func TestNothingIsLeftOfKilledNetds(t *testing.T) {
 	}
 }
 
-// TestNextDaemon: connections outlive the daemon; the next one changes policies, and
-// lets go of what has ended meanwhile.
+// TestNextDaemon: connections outlive the daemon. The next one changes policies, and
+// lets go of machines that have ended in the meantime.
 func TestNextDaemon(t *testing.T) {
 	h, to := newHosts(t), echo(t)
 	n := New(h.cfg)

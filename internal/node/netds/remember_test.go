@@ -94,8 +94,9 @@ func TestNamesOutliveANetd(t *testing.T) {
 	}
 }
 
-// TestRememberGivesUp: a netd that does not answer is not asked about each wire: whoever waits for
-// answers that do not come serves nobody meanwhile. One that cannot say it of a wire is.
+// TestRememberGivesUp: a netd that does not answer is not asked about each wire, because the wait
+// for its answers would delay the namespace. A netd that answers with an error about one wire is
+// still asked about the others.
 func TestRememberGivesUp(t *testing.T) {
 	n, _ := withSettings(t, Config{Dir: t.TempDir(), Log: silent()}, "")
 	for name, test := range map[string]struct {

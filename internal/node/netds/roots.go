@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// systemRoots are where hosts keep the certificates of CAs: Debian, Ubuntu, Arch and Alpine,
-// Red Hat, SUSE. The first that is there is used.
+// systemRoots are the usual files with the certificates of CAs: on Debian, Ubuntu, Arch and
+// Alpine, Red Hat, SUSE. The first that exists is used.
 var systemRoots = []string{
 	"/etc/ssl/certs/ca-certificates.crt",
 	"/etc/pki/tls/certs/ca-bundle.crt",
@@ -19,10 +19,10 @@ var systemRoots = []string{
 	"/etc/ssl/cert.pem",
 }
 
-// maxRoots is what a netd takes.
+// maxRoots is the largest file that a netd accepts.
 const maxRoots = 1 << 20
 
-// rootsFile is a file of CA certificates, which is read again when it has changed.
+// rootsFile is a file of CA certificates. It is read again when it has changed.
 type rootsFile struct {
 	path    string
 	changed time.Time
@@ -30,8 +30,8 @@ type rootsFile struct {
 	text    []byte
 }
 
-// read is what the file has, or the host's if path is empty. A host without any has none: then
-// no secret is sent anywhere.
+// read returns the content of the file, or of the host's file if path is empty. It returns no
+// certificates if the host has no file: then no secret is sent anywhere.
 func (r *rootsFile) read(path string) ([]byte, error) {
 	if path != "" {
 		text, err := r.file(path)

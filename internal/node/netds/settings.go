@@ -22,30 +22,30 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Values are what an administrator decides about the network of a node.
+// Values are an administrator's settings for the network of a node.
 type Values struct {
-	// Upstreams are the DNS servers that names are asked of.
+	// Upstreams are the DNS servers that resolve names.
 	Upstreams []netip.AddrPort
-	// InternalDomains have DNS servers of their own, whose private addresses are
-	// open for names that a rule allows.
+	// InternalDomains have DNS servers of their own. Private addresses from
+	// those are open for names that a rule allows.
 	InternalDomains policy.InternalDomains
-	// ClosedRanges are closed in addition to what is closed everywhere.
+	// ClosedRanges are closed in addition to the ranges that are always closed.
 	ClosedRanges []netip.Prefix
-	// BuildNetwork is what builds may connect to whose template does not say.
+	// BuildNetwork is the policy for builds whose template does not set one.
 	BuildNetwork policy.Policy
-	// ECH lets connections pass that hide their name by Encrypted Client Hello.
+	// ECH permits connections that hide their name with Encrypted Client Hello.
 	ECH bool
-	// Up and Down are bytes per second that each sandbox may send and receive; 0 is netd's
-	// own default.
+	// Up and Down are the bytes per second that each sandbox may send and receive; 0 is
+	// netd's own default.
 	Up, Down uint64
-	// Roots are the certificates (PEM) of CAs by which servers are verified that values
-	// of secrets are sent to.
+	// Roots are the certificates (PEM) of CAs for verifying servers that get values of
+	// secrets.
 	Roots []byte
-	// inFile says that there was a file, with something in it.
+	// inFile says that there was a file, and that it was not empty.
 	inFile bool
 }
 
-// file is the form that Values have in a file.
+// file is the form of Values in a file.
 type file struct {
 	Upstreams       []string               `json:"upstreams"`
 	InternalDomains policy.InternalDomains `json:"internalDomains"`
@@ -62,11 +62,11 @@ type bandwidth struct {
 	Down *resource.Quantity `json:"down"`
 }
 
-// A sandbox whose largest frame takes longer than a second is not served in any useful way; one
-// without a bound is written down as the most.
+// With a rate at which its largest frame takes longer than a second, a sandbox has no useful
+// network. A rate without a bound is written as the largest.
 const minRate, maxRate = 64 << 10, 1 << 40
 
-// read is both directions; 0 is the default.
+// read returns both directions; 0 is the default.
 func (b bandwidth) read() (up, down uint64, err error) {
 	if up, err = rate("up", b.Up); err != nil {
 		return 0, 0, err
@@ -92,24 +92,24 @@ var defaultBuild = []string{
 	"deb.debian.org:80", "deb.debian.org:443", "security.debian.org:80", "security.debian.org:443",
 }
 
-// Settings are the Values of a node, which follow their files.
+// Settings are the Values of a node. They follow changes of their files.
 type Settings struct {
 	path, resolv string
 	now          atomic.Pointer[Values]
-	roots        rootsFile // only read uses it, and one at a time
+	roots        rootsFile // only read uses it, one call at a time
 	guard        *addresses.Guard
 }
 
-// Follow has a guard close the ranges that are closed now, and those of later settings. It
-// is called before the settings are given to New.
+// Follow makes a guard close the ranges of the present settings, and of later ones. It
+// must be called before the settings are given to New.
 func (s *Settings) Follow(g *addresses.Guard) {
 	s.guard = g
 	g.SetClosed(s.Now().ClosedRanges)
 }
 
-// OpenSettings reads the settings in the YAML file path, which need not exist, and
-// DNS servers from resolv (resolv.conf(5)) where the file names none. An empty path is
-// no file.
+// OpenSettings reads the settings in the YAML file path, which need not exist. If the
+// file names no DNS servers, it reads them from resolv (resolv.conf(5)). An empty path
+// means that there is no file.
 func OpenSettings(path, resolv string) (*Settings, error) {
 	s := &Settings{path: path, resolv: resolv}
 	v, err := s.read()
@@ -120,7 +120,7 @@ func OpenSettings(path, resolv string) (*Settings, error) {
 	return s, nil
 }
 
-// Now are the settings as they were last read without an error.
+// Now returns the settings that were last read without an error.
 func (s *Settings) Now() Values { return *s.now.Load() }
 
 func (s *Settings) read() (*Values, error) {
@@ -170,8 +170,8 @@ func (s *Settings) read() (*Values, error) {
 	return v, nil
 }
 
-// reread reads the files for a daemon that runs. A file that is gone, or was emptied, says
-// nothing: to take it for a wish for the defaults would open the ranges that it had closed.
+// reread reads the files for a running daemon. If a file was removed or emptied, it fails:
+// using the defaults instead would open the ranges that the file had closed.
 func (s *Settings) reread() (*Values, error) {
 	v, err := s.read()
 	if err == nil && s.Now().inFile && !v.inFile {
@@ -180,7 +180,8 @@ func (s *Settings) reread() (*Values, error) {
 	return v, err
 }
 
-// nameservers are the DNS servers of a host. One without any resolves no names.
+// nameservers returns the DNS servers of a host. A host without DNS servers
+// resolves no names.
 func nameservers(path string) (out []netip.AddrPort, err error) {
 	b, err := os.ReadFile(path)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -192,7 +193,8 @@ func nameservers(path string) (out []netip.AddrPort, err error) {
 		if len(words) < 2 || words[0] != "nameserver" {
 			continue
 		}
-		// One with a zone is of no use in a process that knows no interfaces.
+		// An address with a zone is useless in a process that knows no
+		// interfaces.
 		if a, err := policy.ParseUpstream(words[1]); err == nil {
 			out = append(out, a)
 		}
@@ -200,8 +202,8 @@ func nameservers(path string) (out []netip.AddrPort, err error) {
 	return out, nil
 }
 
-// look is how often the files are looked at. They may be links that are replaced, as
-// Kubernetes does it, of which no event tells.
+// look is how often the files are checked. They may be links that are replaced, as
+// in Kubernetes, which causes no event.
 const look = 2 * time.Second
 
 // watch reads the files again when they change, and calls changed.
@@ -224,8 +226,8 @@ func (s *Settings) watch(ctx context.Context, log *slog.Logger, changed func(con
 			continue
 		}
 		problem = ""
-		// Somebody may be writing the file, and half of it may be good YAML: it has to
-		// be the same twice.
+		// The file may be half written, and that half may be good YAML. So two reads
+		// must agree.
 		settled := reflect.DeepEqual(*v, last)
 		last = *v
 		if settled && !reflect.DeepEqual(*v, s.Now()) {
@@ -239,7 +241,7 @@ func (s *Settings) watch(ctx context.Context, log *slog.Logger, changed func(con
 	}
 }
 
-// forNetd are the settings that a netd has to know.
+// forNetd returns the settings that a netd needs.
 func (v Values) forNetd() netctl.Settings {
 	out := netctl.Settings{Upstreams: v.Upstreams, ClosedRanges: v.ClosedRanges, Roots: v.Roots, Defaults: netctl.Limits{Up: v.Up, Down: v.Down}}
 	for _, d := range v.InternalDomains {

@@ -19,7 +19,8 @@ import (
 	"agentrun.dev/internal/node/authority"
 )
 
-// TestSettings: a file, the host's DNS servers, and what holds without either.
+// TestSettings: a file, the host's DNS servers, and the defaults without
+// either.
 func TestSettings(t *testing.T) {
 	dir := t.TempDir()
 	file, resolv := filepath.Join(dir, "network.yaml"), filepath.Join(dir, "resolv.conf")
@@ -149,8 +150,8 @@ func TestSettingsFollow(t *testing.T) {
 	})
 }
 
-// TestSettingsThatAreGone: a file that is deleted, emptied or unreadable opens nothing that it
-// had closed. The log says so once, and what is written next holds.
+// TestSettingsThatAreGone: if a file is deleted, emptied or unreadable, the ranges that it had
+// closed stay closed. The log says so once, and the next good file applies.
 func TestSettingsThatAreGone(t *testing.T) {
 	dir := t.TempDir()
 	file := filepath.Join(dir, "network.yaml")
@@ -207,7 +208,7 @@ func TestSettingsThatAreGone(t *testing.T) {
 	})
 }
 
-// TestBuildPolicy: what builds may connect to is what the settings say at that moment.
+// TestBuildPolicy: the policy of a build is that of the settings at that moment.
 func TestBuildPolicy(t *testing.T) {
 	n, change := withSettings(t, Config{Dir: t.TempDir(), Log: silent()}, "buildNetwork: {allow: [index.example.org:443]}")
 	wants := func(want ...string) {

@@ -12,11 +12,11 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// statsPatience is what a netd gets to answer. Whoever scrapes metrics, or looks at what
-// sandboxes cost, waits for it.
+// statsPatience is how long a netd may take to answer. Scrapes of metrics, and requests
+// for the costs of sandboxes, wait for it.
 const statsPatience = time.Second
 
-// Stats are those of all namespaces whose netd answers.
+// Stats returns the numbers of all namespaces whose netd answers.
 func (n *Netds) Stats(ctx context.Context) map[sandbox.Namespace]node.NetworkStats {
 	ctx, cancel := context.WithTimeout(ctx, statsPatience)
 	defer cancel()
@@ -34,7 +34,7 @@ func (n *Netds) Stats(ctx context.Context) map[sandbox.Namespace]node.NetworkSta
 		asked.Go(func() {
 			stats, err := c.Stats(ctx)
 			if err != nil {
-				return // the netd has ended, or is too busy to be looked at
+				return // the netd has ended, or is too busy to answer
 			}
 			wires, err := c.List(ctx)
 			if err != nil {
@@ -63,7 +63,8 @@ func fromStats(s netctl.Stats, wires []netctl.WireInfo) node.NetworkStats {
 	return out
 }
 
-// Use is that of the machines of a namespace, if its netd answers.
+// Use returns the network use of the machines of a namespace, if its netd
+// answers.
 func (n *Netds) Use(ctx context.Context, name sandbox.Namespace) map[sandbox.ID]sandbox.NetworkUse {
 	n.mu.Lock()
 	ns := n.namespaces[name]

@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestFromStats: what wires have is summed up, and kinds are kept apart.
+// TestFromStats: the numbers of wires are added up, and kinds are kept apart.
 func TestFromStats(t *testing.T) {
 	got := fromStats(netctl.Stats{
 		Wires: 2, Queries: 14,

@@ -105,7 +105,8 @@ func withSettings(t *testing.T, cfg Config, text string) (*Netds, func(string)) 
 	}
 }
 
-// TestECHIsTakenBack: what of the node's settings is in the rules of wires changes there, too.
+// TestECHIsTakenBack: settings of the node that are part of the rules of wires change there,
+// too.
 func TestECHIsTakenBack(t *testing.T) {
 	n, change := withSettings(t, Config{Dir: t.TempDir(), Log: silent()}, "ech: true")
 	l := newListener(t, n, joint(t, "a", nil), yes)
@@ -125,8 +126,8 @@ func TestECHIsTakenBack(t *testing.T) {
 	}
 }
 
-// TestPolicyOfSomebodyWhoHasGone: a policy that was promised is set, although nobody waits
-// for it any more.
+// TestPolicyOfSomebodyWhoHasGone: a policy that was promised is set, even if its caller no
+// longer waits.
 func TestPolicyOfSomebodyWhoHasGone(t *testing.T) {
 	n, _ := withSettings(t, Config{Dir: t.TempDir(), Log: silent()}, "")
 	l := newListener(t, n, joint(t, "a", nil), yes)

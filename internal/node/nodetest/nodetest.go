@@ -1,6 +1,6 @@
-// Package nodetest is for tests only: an engine whose sandboxes are real
-// guest agents in this process, with the host's files and programs, instead of
-// machines. They outlive the daemons that use them, as machines do.
+// Package nodetest provides an engine for tests. Its sandboxes are real guest
+// agents in this process instead of machines, and use the host's files and
+// programs. Like machines, they outlive the daemons that use them.
 package nodetest
 
 import (
@@ -25,14 +25,14 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// Host is a machine with processes that outlive daemons: it plays an engine.
+// Host plays an engine: a host whose processes outlive daemons.
 type Host struct {
-	engine.Engine // what is not used
+	engine.Engine // the methods that tests do not use
 
-	// Step is called before and after each call, when nothing is under way.
+	// Step is called before and after each call, while no call is under way.
 	Step func()
-	// Execs makes the agents run programs. It is not for synctest: the kernel
-	// tells of their end.
+	// Execs lets the agents run programs. It does not work with synctest,
+	// because the kernel reports the end of programs.
 	Execs bool
 
 	serving sync.WaitGroup // agents
@@ -45,11 +45,11 @@ type Host struct {
 	refused   map[string]error // adoptions
 	build     string           // see Update
 	lost      []string         // builds
-	needed    map[string]bool  // builds that were last said to be needed
-	hanging   chan struct{}    // closed when a capture has begun to hang
+	needed    map[string]bool  // builds that were last reported as needed
+	hanging   chan struct{}    // closed when the first capture hangs
 }
 
-// Process is a sandbox that runs.
+// Process is a running sandbox.
 type Process struct {
 	memory map[string]string
 	paused bool
@@ -68,7 +68,7 @@ func NewHost(t testing.TB) *Host {
 		for _, folder := range folders {
 			h.End(folder, engine.ErrEnded)
 		}
-		h.serving.Wait() // for what they have under way
+		h.serving.Wait() // for their calls that are under way
 	})
 	return h
 }
@@ -87,8 +87,8 @@ func (h *Host) FailCapture(err error) {
 	h.failWrite = err
 }
 
-// HangCaptures makes captures wait until their process has ended, as those of a
-// machine do that does not answer. asked is closed when the first has begun to.
+// HangCaptures makes captures wait until their process has ended, like those of
+// a machine that does not answer. asked is closed when the first capture waits.
 func (h *Host) HangCaptures() (asked <-chan struct{}) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -96,7 +96,7 @@ func (h *Host) HangCaptures() (asked <-chan struct{}) {
 	return h.hanging
 }
 
-// hang waits, if captures do.
+// hang waits if captures hang.
 func (s *handle) hang() error {
 	s.host.mu.Lock()
 	hanging := s.host.hanging
@@ -114,7 +114,8 @@ func (s *handle) hang() error {
 	return s.cause
 }
 
-// Memory is what the process of a folder holds, nil if there is none.
+// Memory returns the memory of a folder's process, nil if no process runs
+// there.
 func (h *Host) Memory(folder string) map[string]string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -124,7 +125,7 @@ func (h *Host) Memory(folder string) map[string]string {
 	return nil
 }
 
-// Write changes what the process of a folder holds, if there is one.
+// Write changes the memory of a folder's process, if one runs there.
 func (h *Host) Write(folder, key, value string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -133,7 +134,7 @@ func (h *Host) Write(folder, key, value string) {
 	}
 }
 
-// Put makes a process that holds memory.
+// Put makes a process with a memory.
 func (h *Host) Put(folder string, memory map[string]string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -149,7 +150,7 @@ func (h *Host) put(folder string, memory map[string]string) *Process {
 	return p
 }
 
-// Folders are those of the processes that run.
+// Folders returns the folders of the running processes.
 func (h *Host) Folders() []string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -167,19 +168,19 @@ func (h *Host) hook() func() {
 func (h *Host) Name() string { return "fake" }
 func (h *Host) Close() error { return nil }
 
-// Reserve is no more than what was asked for.
+// Reserve adds no overhead of its own.
 func (h *Host) Reserve(ram, disk uint64) uint64 { return ram + disk }
 
 // MaxDisk is the largest disk of a Host.
 const MaxDisk = 1 << 40
 
-// MaxDisk is that of a small machine.
+// MaxDisk returns the constant MaxDisk.
 func (h *Host) MaxDisk() (uint64, error) { return MaxDisk, nil }
 
 // Capabilities are those of an engine whose forks share memory.
 func (h *Host) Capabilities() engine.Capabilities { return engine.Capabilities{SharesMemory: true} }
 
-// Inspect says that every process has 3 MiB of its own and shares 5.
+// Inspect reports for every process 3 MiB of its own and 5 MiB that it shares.
 func (h *Host) Inspect(folder string) (int, engine.Stats, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -201,7 +202,7 @@ func (h *Host) Drop(ids []string) error {
 	return nil
 }
 
-// Resident is what layers of memory take that are loaded.
+// Resident is the size of the memory layers that are loaded.
 func (h *Host) Resident() uint64 {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -244,8 +245,9 @@ func (h *Host) Fork(ctx context.Context, snap *snapshot.Snapshot, o engine.ForkO
 	return h.start(o.Folder, snap.Manifest().Labels)
 }
 
-// RefuseAdoption has a folder's process answer nobody who wants to adopt it, until err is
-// nil: with ErrHangs only when whoever waits has given up, otherwise with err at once.
+// RefuseAdoption makes a folder's process refuse adoptions until it is called with a nil
+// error. With ErrHangs an adoption fails only when its caller gives up, otherwise with
+// err at once.
 func (h *Host) RefuseAdoption(folder string, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -255,7 +257,7 @@ func (h *Host) RefuseAdoption(folder string, err error) {
 	h.refused[folder] = err
 }
 
-// ErrHangs is for RefuseAdoption.
+// ErrHangs is an error for RefuseAdoption.
 var ErrHangs = errors.New("it hangs")
 
 func (h *Host) Adopt(ctx context.Context, folder string) (engine.Sandbox, error) {
@@ -278,7 +280,7 @@ func (h *Host) Adopt(ctx context.Context, folder string) (engine.Sandbox, error)
 	return h.hold(p, folder)
 }
 
-// hold speaks to a process, through an agent that is real.
+// hold connects to a process, through a real agent.
 func (h *Host) hold(p *Process, folder string) (*handle, error) {
 	ours, theirs := net.Pipe()
 	h.serving.Go(func() { _ = guestrpc.Serve(context.Background(), theirs, p.agent) })
@@ -299,7 +301,7 @@ func (h *Host) Remove(_ context.Context, folder string) error {
 	return os.RemoveAll(folder)
 }
 
-// End ends a process, if it is there.
+// End ends a process, if it runs.
 func (h *Host) End(folder string, cause error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -315,7 +317,7 @@ func (h *Host) End(folder string, cause error) {
 
 // handle is a daemon's hold on a process.
 type handle struct {
-	engine.Sandbox // what is not used
+	engine.Sandbox // the methods that tests do not use
 	host           *Host
 	*Process
 	folder string
@@ -329,7 +331,7 @@ func (s *handle) Detach() error                              { return s.agent.Cl
 func (s *handle) Done() <-chan struct{}                      { return s.done }
 func (s *handle) Wait() error                                { <-s.done; return s.cause }
 
-// Stats are made up, but for what counts the keys of the memory.
+// Stats are made up, except for the number of the memory's keys.
 func (s *handle) Stats(context.Context) (engine.Stats, error) {
 	s.host.mu.Lock()
 	defer s.host.mu.Unlock()
@@ -412,14 +414,15 @@ func (s *handle) Close() error {
 
 func (s *handle) Shutdown(context.Context, time.Duration) error { return s.Close() }
 
-// LiveKey says how many bytes a live fork leaves in memory.
+// LiveKey is the memory's key for the number of bytes that a live fork leaves
+// in memory.
 const LiveKey = "live"
 
-// LayerKey says of how many pages the layer is that a capture has of the memory;
-// without it there is none.
+// LayerKey is the memory's key for the number of pages of a capture's layer.
+// Without the key the capture has no layer.
 const LayerKey = "layer"
 
-// Capture makes a snapshot whose labels are the memory.
+// Capture makes a snapshot with the memory as its labels.
 func Capture(dir string, memory map[string]string, opts ...snapshot.Option) (*snapshot.Snapshot, error) {
 	return snapshot.Make(dir, func(b *snapshot.Builder) (*snapshot.Snapshot, error) {
 		root, err := b.StreamLayer(context.Background(), bytes.NewReader(make([]byte, layer.PageSize)), layer.PageSize)
@@ -429,7 +432,7 @@ func Capture(dir string, memory map[string]string, opts ...snapshot.Option) (*sn
 		ram := layer.Stack{Size: layer.PageSize}
 		if pages, err := strconv.Atoi(memory[LayerKey]); err == nil {
 			content := make([]byte, pages*layer.PageSize)
-			_, _ = rand.Read(content) // it never fails; no two layers are the same
+			_, _ = rand.Read(content) // it never fails; all layers differ
 			ref, err := b.StreamLayer(context.Background(), bytes.NewReader(content), uint64(len(content)))
 			if err != nil {
 				return nil, err

@@ -8,25 +8,25 @@ import (
 	"agentrun.dev/internal/storage/snapshot"
 )
 
-// BuildKey is where memory says which AgentRun has made a snapshot.
+// BuildKey is the memory's key for the AgentRun build that has made a snapshot.
 const BuildKey = "build"
 
-// Update plays another AgentRun: snapshots of other builds are to be made anew, and those of
-// some do not fit any more. It is called while no daemon runs.
+// Update plays an update of AgentRun: snapshots of other builds become outdated, and those
+// of the lost builds no longer fit. It is called while no daemon runs.
 func (h *Host) Update(build string, lost ...string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.build, h.lost = build, lost
 }
 
-// Build is that of the AgentRun that is played.
+// Build returns the build that is played.
 func (h *Host) Build() string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.build
 }
 
-// Fits refuses snapshots of builds that are lost.
+// Fits refuses snapshots of lost builds.
 func (h *Host) Fits(m snapshot.Manifest) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -36,7 +36,7 @@ func (h *Host) Fits(m snapshot.Manifest) error {
 	return nil
 }
 
-// Outdated is true of snapshots of another build.
+// Outdated returns a reason for snapshots of other builds.
 func (h *Host) Outdated(m snapshot.Manifest) (why string, err error) {
 	if build := m.Labels[BuildKey]; build != h.Build() {
 		return "build " + build + " has made it", nil
@@ -44,7 +44,7 @@ func (h *Host) Outdated(m snapshot.Manifest) (why string, err error) {
 	return "", nil
 }
 
-// KeepPrograms notes which builds are needed.
+// KeepPrograms records which builds are needed.
 func (h *Host) KeepPrograms(list func() ([]string, error)) error {
 	dirs, err := list()
 	needed := map[string]bool{}
@@ -59,7 +59,7 @@ func (h *Host) KeepPrograms(list func() ([]string, error)) error {
 	return err
 }
 
-// Needs reports whether the daemon has last said that a build is needed.
+// Needs reports whether the daemon's last call has named a build as needed.
 func (h *Host) Needs(build string) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()

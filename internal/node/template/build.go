@@ -1,6 +1,6 @@
-// Package template makes snapshots of templates: it boots the image, runs the
+// Package template makes snapshots of templates. It boots the image, runs the
 // init commands, waits until the sandbox is ready, runs the warm-up code in an
-// interpreter, and captures what is there then.
+// interpreter, and then captures the sandbox.
 package template
 
 import (
@@ -26,9 +26,10 @@ import (
 type Builder struct {
 	Engine engine.Engine
 	Images *image.Store
-	// Pull is how images are pulled that a namespace cannot use yet.
+	// Pull has the options for pulling images that a namespace cannot use yet.
 	Pull image.PullOptions
-	// Guard says which addresses are closed for that; without it nothing is pulled.
+	// Guard decides which addresses are closed for such pulls; without a guard
+	// nothing is pulled.
 	Guard *addresses.Guard
 	// PlainRoots is for engines that cannot read extended attributes.
 	PlainRoots bool
@@ -39,7 +40,8 @@ var (
 	_ node.ImageResolver = (*Builder)(nil)
 )
 
-// machine is what a template is built in. Sandboxes that somebody uses go before it.
+// machine is the machine that a template is built in. It gives way to sandboxes of
+// users.
 func machine(spec sandbox.TemplateSpec, root *os.File) engine.Spec {
 	return engine.Spec{
 		Root: root, Memory: spec.Memory, Disk: spec.Disk, VCPUs: processors(spec.MilliCPUs), Hostname: "template",
@@ -88,7 +90,7 @@ func (b *Builder) Build(ctx context.Context, req node.BuildRequest) (built sandb
 	if err := sb.Settle(ctx); err != nil {
 		return built, err
 	}
-	// Forks need not be told that this session is gone, each for itself.
+	// So no fork has to be told separately that this session is gone.
 	if err := sb.Agent().Close(); err != nil {
 		return built, err
 	}
@@ -108,14 +110,14 @@ func network(spec sandbox.TemplateSpec) *engine.Network {
 	return node.Interface()
 }
 
-// Finish brings a fork of a snapshot that was taken after the init commands to
-// where one that was taken when ready is.
+// Finish completes a fork of a snapshot that was taken after the init commands:
+// it makes the fork ready and warms it up.
 func (b *Builder) Finish(ctx context.Context, spec sandbox.TemplateSpec, built sandbox.Built, sb engine.Sandbox) error {
 	r := &run{agent: sb.Agent(), log: io.Discard, user: built.User, workdir: built.Workdir}
 	return within(ctx, spec, func(ctx context.Context) error { return r.finish(ctx, spec) })
 }
 
-// within bounds what a template's author has a sandbox do.
+// within bounds the time of steps that a template's author has defined.
 func within(ctx context.Context, spec sandbox.TemplateSpec, do func(context.Context) error) error {
 	limit := spec.BuildLimit()
 	bounded, cancel := context.WithTimeout(ctx, limit)
@@ -127,17 +129,17 @@ func within(ctx context.Context, spec sandbox.TemplateSpec, do func(context.Cont
 	return err
 }
 
-// rehearsalPatience is how long a warm interpreter may need to do nothing. Code that has
-// warmed it up can have made it answer never.
+// rehearsalPatience is how long a warm interpreter may take for an empty evaluation. The
+// warm-up code can have made it hang for ever.
 const rehearsalPatience = 30 * time.Second
 
-// nothing is code, by language, that does and shows nothing.
+// nothing is an empty program of each language.
 var nothing = map[string]string{"python": "None", "bash": ":", "node": "undefined"}
 
-// Rehearse evaluates nothing in the interpreter that was warmed up. A fork owns a page
-// only once it has written to it, and a first evaluation writes to hundreds, of
-// the interpreter, the agent and the kernel: who claims a sandbox that has waited
-// need not wait for them.
+// Rehearse runs an empty evaluation in the interpreter that was warmed up. A fork owns
+// a page only once it has written to it. A first evaluation writes to hundreds of
+// pages of the interpreter, the agent and the kernel. After the rehearsal, the claim
+// of a waiting sandbox need not wait for these writes.
 func (b *Builder) Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb engine.Sandbox) error {
 	if spec.Warmup == nil || nothing[spec.Warmup.Language] == "" {
 		return nil
@@ -151,13 +153,13 @@ func (b *Builder) Rehearse(ctx context.Context, spec sandbox.TemplateSpec, sb en
 	return nil
 }
 
-// find looks an image up among those of the template's namespace, and pulls it otherwise. With
-// an error it gives an image that is not the right one.
+// find looks an image up among those of the template's namespace, and pulls it if it is not
+// there. With an error it may return an image, which is then not the right one.
 func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handle, *image.Image, error) {
 	text := req.Spec.Image
 	img, err := b.Images.ResolveIn(string(req.Namespace), text)
 	if req.Image != "" && (err != nil || string(img.Digest) != req.Image) {
-		if pinned, there := b.Images.ResolveIn(string(req.Namespace), req.Image); there == nil { // its name may be another's by now
+		if pinned, there := b.Images.ResolveIn(string(req.Namespace), req.Image); there == nil { // its name may point to another image by now
 			img, err = pinned, nil
 		}
 	}
@@ -174,7 +176,7 @@ func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handl
 		return nil, img, fmt.Errorf("image %s is %s now, and the template was applied when it was %s, which is not here: apply it again to take the new one", text, img.Digest, req.Image)
 	}
 	handle, err := b.Images.Open(ctx, img.Digest)
-	if errors.Is(err, image.ErrNotFound) { // it was dropped with the last template that had it
+	if errors.Is(err, image.ErrNotFound) { // it was dropped with the last template that used it
 		err = fmt.Errorf("%w: %w", node.ErrInterrupted, err)
 	}
 	if err != nil {
@@ -183,22 +185,22 @@ func (b *Builder) find(ctx context.Context, req node.BuildRequest) (*image.Handl
 	return handle, img, nil
 }
 
-// resolving is how long a registry may take to say which image a name leads to, with the time
-// until it is its turn.
+// resolving bounds how long a registry may take to resolve a name, including the wait for its
+// turn.
 const resolving = 10 * time.Second
 
-// ResolveImage implements node.ImageResolver. A registry that has no answer is no error: whoever
-// builds asks it again, and says why.
+// ResolveImage implements node.ImageResolver. It is no error if a registry does not answer: the
+// build asks again, and reports the reason.
 func (b *Builder) ResolveImage(ctx context.Context, q node.ImageQuestion) string {
 	img, err := b.Images.ResolveIn(string(q.Namespace), q.Name)
 	if err == nil {
 		return string(img.Digest)
 	}
 	if !errors.Is(err, image.ErrNotFound) {
-		return "" // the build says what is wrong
+		return "" // the build reports the error
 	}
 	ref, err := image.ParseReference(q.Name)
-	if _, bare := image.ParseDigest(q.Name); err != nil || bare == nil { // no registry has a digest alone
+	if _, bare := image.ParseDigest(q.Name); err != nil || bare == nil { // registries need more than a digest
 		return "" // likewise
 	}
 	ctx, cancel := context.WithTimeout(ctx, resolving)
@@ -206,7 +208,7 @@ func (b *Builder) ResolveImage(ctx context.Context, q node.ImageQuestion) string
 	if q.Turn != nil {
 		done, err := q.Turn(ctx)
 		if err != nil {
-			return "" // registries of others take their time: the build asks
+			return "" // the turns are taken by slow registries of others: the build asks
 		}
 		defer done()
 	}
@@ -217,7 +219,8 @@ func (b *Builder) ResolveImage(ctx context.Context, q node.ImageQuestion) string
 	return string(digest)
 }
 
-// pull pulls an image for the namespace of a template, where it was not found.
+// pull pulls an image for the namespace of a template, after it was not found
+// there.
 func (b *Builder) pull(ctx context.Context, req node.BuildRequest, notFound error) (*image.Image, error) {
 	text := req.Spec.Image
 	if _, err := image.ParseDigest(text); err == nil {
@@ -234,14 +237,15 @@ func (b *Builder) pull(ctx context.Context, req node.BuildRequest, notFound erro
 	return b.Images.Pull(ctx, ref, b.pullOptions(req.Namespace, req.Credentials))
 }
 
-// pullOptions are those of whatever the node asks a registry for a namespace.
+// pullOptions are the options for all requests to a registry on behalf of a
+// namespace.
 func (b *Builder) pullOptions(n sandbox.Namespace, credentials node.Credentials) image.PullOptions {
 	o := b.Pull
 	o.Tenant = &image.Tenant{Namespace: string(n), Credentials: credentials, Guard: b.Guard}
 	return o
 }
 
-// DropImage takes an image's name away that no template of a namespace has any more.
+// DropImage removes an image's name that templates of a namespace no longer use.
 func (b *Builder) DropImage(ctx context.Context, n sandbox.Namespace, name string) (gone bool, err error) {
 	if n == "" {
 		_, err = b.Images.Remove(ctx, name)
@@ -257,7 +261,7 @@ func (b *Builder) DropImage(ctx context.Context, n sandbox.Namespace, name strin
 	return err == nil, err
 }
 
-// root opens the root filesystem that the engine can read.
+// root opens the root filesystem in the form that the engine can read.
 func (b *Builder) root(h *image.Handle, img *image.Image, log io.Writer) (*os.File, error) {
 	if !b.PlainRoots {
 		return h.Root()
@@ -268,7 +272,7 @@ func (b *Builder) root(h *image.Handle, img *image.Image, log io.Writer) (*os.Fi
 	return h.PlainRoot()
 }
 
-// complete fills what a template leaves open from its image.
+// complete fills the settings that a template leaves open from its image.
 func complete(spec sandbox.TemplateSpec, img *image.Image) sandbox.Built {
 	built := sandbox.Built{Image: string(img.Digest), Pulled: uint64(img.Size()), Env: sandbox.Env{}, Workdir: spec.Workdir, User: spec.User}
 	for _, e := range img.Config.Env {
@@ -285,20 +289,22 @@ func complete(spec sandbox.TemplateSpec, img *image.Image) sandbox.Built {
 	return built
 }
 
-// processors is how many a sandbox has that may use that much of them.
+// processors is the number of processors for a sandbox that may use that many
+// thousandths of one.
 func processors(milli uint64) int { return int((milli + 999) / 1000) }
 
-// say writes a line to a build's log, which is for people: that it cannot be
-// written does not fail the build.
+// say writes a line to a build's log. The log is for people, so a failed write
+// does not fail the build.
 func say(log io.Writer, format string, args ...any) {
 	_, _ = fmt.Fprintf(log, "== "+format+"\n", args...)
 }
 
-// run is a sandbox that becomes a template.
+// run is a sandbox that becomes a template's snapshot.
 type run struct {
 	agent         *guestrpc.Client
 	log           io.Writer
 	user, workdir string
-	// root is where trust looks for files; empty is the sandbox's own root.
+	// root is the folder in which trust looks for files; empty is the sandbox's
+	// own root.
 	root string
 }

@@ -23,7 +23,7 @@ func (i Images) Images(n sandbox.Namespace, p sandbox.Page) (out []sandbox.Image
 	return out, err
 }
 
-// Digests are those of the first images on the node.
+// Digests returns the digests of the first images on the node.
 func (i Images) Digests(most int) (out []string, err error) {
 	all, err := i.Store.Digests()
 	for _, d := range all[:min(len(all), most)] {
@@ -55,13 +55,14 @@ func (i Images) Publish(ctx context.Context, r sandbox.PublishRequest) (sandbox.
 	return shown(img, true), nil
 }
 
-// Unpublish ends that.
+// Unpublish ends the publication of an image.
 func (i Images) Unpublish(ctx context.Context, text string) error {
 	_, err := i.Store.Unpublish(ctx, text)
 	return publishing(text, err)
 }
 
-// publishing is the error of a call about an image that an admin has named.
+// publishing turns the error of a call about an image that an admin has named
+// into one for the admin.
 func publishing(text string, err error) error {
 	if errors.Is(err, image.ErrNotFound) {
 		return sandbox.Errorf(sandbox.CodeNotFound, "image %s is not here", sandbox.Quote(text)).

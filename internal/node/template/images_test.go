@@ -159,8 +159,8 @@ func TestImagesOfNamespaces(t *testing.T) {
 	}
 }
 
-// TestUnreachableRegistry: a registry that gives no answer is tried again, for whatever
-// reason, and only the cause for admins tells it.
+// TestUnreachableRegistry: a registry that does not answer is tried again, for any
+// reason. Only the cause for admins tells the reason.
 func TestUnreachableRegistry(t *testing.T) {
 	b, _ := guarded(t)
 	texts := map[string]bool{}

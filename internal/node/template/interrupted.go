@@ -12,12 +12,12 @@ import (
 	"agentrun.dev/internal/storage/image"
 )
 
-// endPatience is how long the end of a sandbox may take to be known after its agent has
-// gone.
+// endPatience bounds the wait for the end of a sandbox after its agent has gone.
 const endPatience = 5 * time.Second
 
-// whyCutOff adds to the error of a build why its sandbox has ended, if it has: the agent
-// only shows that it is gone. Whoever has cut the build off himself knows why.
+// whyCutOff adds the reason for the end of the sandbox to a build's error, if the
+// sandbox has ended: the agent only shows that it is gone. It adds nothing if the caller
+// has cancelled the build.
 func whyCutOff(ctx context.Context, sb engine.Sandbox, err error) error {
 	if err == nil || ctx.Err() != nil || sb.Agent().Err() == nil {
 		return err
@@ -30,8 +30,8 @@ func whyCutOff(ctx context.Context, sb engine.Sandbox, err error) error {
 	}
 }
 
-// unavailable reports whether a registry could not be asked, or had no answer, for a reason
-// that may be gone a moment later.
+// unavailable reports whether a registry could not be reached, or did not answer, for a
+// reason that may soon be gone.
 func unavailable(err error) bool {
 	var passing interface{ Temporary() bool } // of a connection, or of an HTTP answer
 	var unreachable *image.Unreachable
@@ -39,7 +39,7 @@ func unavailable(err error) bool {
 	case err == nil, errors.Is(err, context.Canceled):
 		return false
 	case errors.As(err, &unreachable):
-		return true // for whatever reason: how often it is tried must not tell which
+		return true // for any reason: the number of attempts must not tell which
 	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.ECONNRESET), errors.Is(err, io.ErrUnexpectedEOF):
 		return true
 	}

@@ -18,8 +18,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// TestBuildTimeout: init commands, ready check and warm-up that take too long together are
-// cut off, and the error says which of them it was and what to change.
+// TestBuildTimeout: if init commands, ready check and warm-up together take too long, they
+// are cut off. The error names the step and the setting to change.
 func TestBuildTimeout(t *testing.T) {
 	for what, spec := range map[string]sandbox.TemplateSpec{
 		"init command 1": {Init: []string{"sleep 1000"}},
@@ -41,7 +41,8 @@ func TestBuildTimeout(t *testing.T) {
 	}
 }
 
-// TestWithin: what ends in time, or is cut off by somebody else, has its own error.
+// TestWithin: a step that ends in time, or that its caller cuts off, keeps its own
+// error.
 func TestWithin(t *testing.T) {
 	failed := errors.New("it failed")
 	if err := within(t.Context(), sandbox.TemplateSpec{}, func(ctx context.Context) error {
@@ -69,8 +70,8 @@ func (silentAgent) CodeRun(ctx context.Context, _ *guestrpc.CodeRunRequest, _ *g
 	return guestrpc.CodeStatus{}, ctx.Err()
 }
 
-// TestRehearsalEnds: an interpreter that never answers ends the fork that it is in, and
-// nobody waits for it for ever.
+// TestRehearsalEnds: an interpreter that never answers ends its fork, and no call waits
+// for it for ever.
 func TestRehearsalEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ours, theirs := net.Pipe()
@@ -145,7 +146,7 @@ func TestUnavailable(t *testing.T) {
 	}
 }
 
-// TestBuildsGiveWay: what a template is built in leaves the processors to sandboxes.
+// TestBuildsGiveWay: the machine of a build leaves the processors to sandboxes.
 func TestBuildsGiveWay(t *testing.T) {
 	l := machine(sandbox.TemplateSpec{MilliCPUs: 700}, nil).Limits
 	if !l.Background || l.MilliCPUs != 700 {

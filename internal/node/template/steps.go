@@ -14,8 +14,8 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// all does everything that comes before the snapshot of a stage, and returns the
-// environment that programs have then.
+// all runs all steps before the snapshot of a stage, and returns the environment
+// that programs have after them.
 func (r *run) all(ctx context.Context, req node.BuildRequest, env sandbox.Env) (sandbox.Env, error) {
 	if err := r.prepare(ctx, env); err != nil {
 		return env, err
@@ -43,7 +43,7 @@ func (r *run) prepare(ctx context.Context, env sandbox.Env) error {
 	if err := r.agent.Mkdir(ctx, guestrpc.MkdirRequest{Path: r.workdir, Perm: 0o755, Parents: true}); err != nil {
 		return fmt.Errorf("make the working folder %s: %w", r.workdir, err)
 	}
-	// The interpreters that come into being when they are first used.
+	// The interpreters that are started on first use.
 	for id, language := range map[string]string{"default": "python", "default-bash": "bash", "default-node": "node"} {
 		if _, err := r.agent.CreateContext(ctx, guestrpc.CodeCreateRequest{ID: id, Language: language, Workdir: r.workdir, User: r.user}); err != nil {
 			return fmt.Errorf("prepare the %s kernel: %w", language, err)
@@ -81,7 +81,8 @@ func (r *run) shell(command string) guestrpc.ExecRequest {
 	return guestrpc.ExecRequest{Argv: []string{"/bin/sh", "-c", command}, User: r.user, Workdir: r.workdir}
 }
 
-// exec runs a program, its output goes to the log; the last part is returned.
+// exec runs a program with its output going to the log, and returns the last
+// part of the output.
 func (r *run) exec(ctx context.Context, req guestrpc.ExecRequest) (code int, said []byte, err error) {
 	var last tail
 	out := io.MultiWriter(r.log, &last)
@@ -92,10 +93,10 @@ func (r *run) exec(ctx context.Context, req guestrpc.ExecRequest) (code int, sai
 	return int(st.Code), last.bytes, nil
 }
 
-// noNetwork is how programs say that they have no network.
+// noNetwork matches the messages of programs that have no network.
 var noNetwork = regexp.MustCompile(`(?i)temporary failure in name resolution|could not resolve|name or service not known|network is unreachable|no route to host|failed to establish a new connection|EAI_AGAIN|getaddrinfo`)
 
-// explain adds to an error what the end of the output says.
+// explain returns the end of the output as an addition to an error.
 func explain(said []byte) string {
 	text := ""
 	if line := lastLine(said); line != "" {
@@ -113,7 +114,7 @@ func lastLine(b []byte) string {
 	return string(b[bytes.LastIndexByte(b, '\n')+1:])
 }
 
-// tail keeps the last part of what is written to it.
+// tail keeps the last part of the data that is written to it.
 type tail struct{ bytes []byte }
 
 const tailSize = 8 << 10
@@ -139,7 +140,7 @@ func (r *run) finish(ctx context.Context, spec sandbox.TemplateSpec) error {
 	return nil
 }
 
-// ready waits for a check.
+// ready waits until a check succeeds.
 func (r *run) ready(ctx context.Context, check sandbox.ReadyCheck) error {
 	limit := check.Timeout
 	if limit == 0 {
@@ -177,7 +178,7 @@ func (r *run) ready(ctx context.Context, check sandbox.ReadyCheck) error {
 	return nil
 }
 
-// repeat tries until it is good, after a while that doubles.
+// repeat calls try until it succeeds, with pauses that double.
 func repeat(ctx context.Context, try func() (good bool, err error)) error {
 	const first, last = 20 * time.Millisecond, time.Second
 	for pause := first; ; pause = min(2*pause, last) {
@@ -234,7 +235,7 @@ func (r *run) warm(ctx context.Context, code sandbox.Program) error {
 			if e.Kind == guestrpc.CodeEventError {
 				if raised, err := e.Error(); err == nil {
 					problem = ": " + raised.Name + ": " + raised.Value
-					_, _ = io.WriteString(r.log, raised.Traceback) // for people
+					_, _ = io.WriteString(r.log, raised.Traceback) // only people read the log
 				}
 			}
 			return nil

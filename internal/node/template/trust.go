@@ -20,7 +20,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// bundles are the files that programs read the certificates of CAs from: those of Debian,
+// bundles are the files from which programs read the certificates of CAs: on Debian,
 // Ubuntu, Arch and Alpine, Red Hat, SUSE, and of OpenSSL itself. Some are links to others.
 var bundles = []string{
 	"/etc/ssl/certs/ca-certificates.crt",
@@ -31,11 +31,11 @@ var bundles = []string{
 	"/usr/lib/ssl/cert.pem",
 }
 
-// sources are folders that bundles are made of, by update-ca-certificates and update-ca-trust.
+// sources are folders from which update-ca-certificates and update-ca-trust make the bundles.
 var sources = []string{"/usr/local/share/ca-certificates", "/etc/pki/ca-trust/source/anchors"}
 
 const (
-	// caFile has the CA alone.
+	// caFile contains only the CA.
 	caFile = "/etc/agentrun/ca.crt"
 	// hashed is the folder in which OpenSSL finds certificates by the hash of their subject.
 	hashed = "/etc/ssl/certs"
@@ -43,8 +43,8 @@ const (
 	maxBundle = 4 << 20
 )
 
-// trust makes programs believe a CA, and returns the environment that does so for those which
-// bring certificates of their own.
+// trust makes programs trust a CA. It returns the environment with variables for programs
+// that bring certificates of their own.
 func (r *run) trust(ctx context.Context, ca []byte, env sandbox.Env) (sandbox.Env, error) {
 	fail := func(err error) (sandbox.Env, error) {
 		return env, fmt.Errorf("have the sandbox trust the CA of its namespace: %w", err)
@@ -58,7 +58,7 @@ func (r *run) trust(ctx context.Context, ca []byte, env sandbox.Env) (sandbox.En
 		return fail(err)
 	}
 	for _, dir := range sources {
-		// Debian's folder is there only once somebody uses it.
+		// Debian's folder exists only once it is used.
 		if there, err := r.exists(ctx, dir); err != nil {
 			return fail(err)
 		} else if there || dir == sources[0] {
@@ -82,7 +82,7 @@ func (r *run) trust(ctx context.Context, ca []byte, env sandbox.Env) (sandbox.En
 	return out, nil
 }
 
-// addToBundles adds a CA to every bundle that there is, and returns the first of them.
+// addToBundles adds a CA to every bundle that exists, and returns the first of them.
 func (r *run) addToBundles(ctx context.Context, ca []byte) (first string, err error) {
 	for _, file := range bundles {
 		if there, err := r.exists(ctx, file); err != nil {
@@ -133,8 +133,8 @@ func (r *run) linkByHash(ctx context.Context, ca []byte) error {
 	return fmt.Errorf("link it in %s: %w", hashed, err)
 }
 
-// subjectHash is what OpenSSL names the file of a certificate by: SHA-1 of the subject in a
-// canonical form (X509_NAME_hash).
+// subjectHash is the hash in OpenSSL's name for the file of a certificate: SHA-1 of the
+// subject in a canonical form (X509_NAME_hash).
 func subjectHash(ca []byte) (uint32, error) {
 	block, _ := pem.Decode(ca)
 	if block == nil {
@@ -175,8 +175,7 @@ func subjectHash(ca []byte) (uint32, error) {
 	return binary.LittleEndian.Uint32(sum[:4]), nil
 }
 
-// lowered is text in OpenSSL's canonical form: letters of ASCII in lower case, one space where
-// there are more.
+// lowered is text in OpenSSL's canonical form: ASCII letters in lower case, and single spaces.
 func lowered(text string) string {
 	lower := strings.Map(func(r rune) rune {
 		if 'A' <= r && r <= 'Z' {

@@ -13,7 +13,7 @@ import (
 	"agentrun.dev/internal/sandbox"
 )
 
-// TestSubjectHash: it is what `openssl x509 -hash` prints.
+// TestSubjectHash: it equals the output of `openssl x509 -hash`.
 func TestSubjectHash(t *testing.T) {
 	const ca = `-----BEGIN CERTIFICATE-----
 MIIB3DCCAYGgAwIBAgIUAXohM4dNONEUyfrwt6oSS0svcnYwCgYIKoZIzj0EAwIw
@@ -47,8 +47,8 @@ func newCA(t *testing.T) []byte {
 	return a.Certificate()
 }
 
-// TestTrust: a CA is added to what the image trusts, once, and programs with certificates of
-// their own are told.
+// TestTrust: a CA is added to the image's bundles, once, and programs with certificates of
+// their own get it by their environment.
 func TestTrust(t *testing.T) {
 	root, ca := t.TempDir(), newCA(t)
 	write := func(path, text string) {

@@ -1,7 +1,7 @@
-// Package tracing sends spans of what a node does to an OpenTelemetry collector:
-// one for each request, and below it those of claims, forks and what is done in
-// sandboxes. It is configured by the environment as the OpenTelemetry
-// specification has it, and where it is not there is no tracer and no cost.
+// Package tracing sends spans of a node's work to an OpenTelemetry collector:
+// one for each request, and below it those of claims, forks and the work in
+// sandboxes. The environment configures it, as the OpenTelemetry specification
+// describes. Without such a configuration there is no tracer and no cost.
 package tracing
 
 import (
@@ -46,28 +46,28 @@ var (
 	_ restserver.Observer = (*Tracer)(nil)
 )
 
-// Open makes a tracer that sends to the collector of the environment. That it
-// cannot be reached is logged, and delays nobody.
+// Open makes a tracer that sends to the collector of the environment. If the
+// collector cannot be reached, the tracer logs that, and delays no request.
 func Open(ctx context.Context, version, engine string, log *slog.Logger) (*Tracer, error) {
 	exporter, err := otlptracehttp.New(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("open the exporter of traces: %w", err)
 	}
-	// What the environment says goes before what we say.
+	// The environment overrides our attributes.
 	about, err := resource.New(ctx,
 		resource.WithAttributes(attribute.String("service.name", "agentrun"), attribute.String("service.version", version)),
 		resource.WithTelemetrySDK(), resource.WithFromEnv())
 	if err != nil {
 		return nil, fmt.Errorf("describe this daemon in traces: %w", err)
 	}
-	// Batches are sent beside everything else; the library knows no other place
-	// for what goes wrong then.
+	// Batches are sent in the background, and the library reports their errors
+	// only here.
 	otel.SetErrorHandler(otel.ErrorHandlerFunc(func(err error) { log.Warn("send traces", "error", err) }))
 	p := sdktrace.NewTracerProvider(sdktrace.WithBatcher(exporter), sdktrace.WithResource(about))
 	return &Tracer{provider: p, tracer: p.Tracer("agentrun.dev"), engine: attribute.String("agentrun.engine", engine)}, nil
 }
 
-// Close sends what has not been sent.
+// Close sends the remaining spans.
 func (t *Tracer) Close(ctx context.Context) error {
 	if err := t.provider.Shutdown(ctx); err != nil {
 		return fmt.Errorf("send the last traces: %w", err)
@@ -75,11 +75,11 @@ func (t *Tracer) Close(ctx context.Context) error {
 	return nil
 }
 
-// Request implements restserver.Observer. A traceparent that a client sends is the
-// span that its request belongs to.
+// Request implements restserver.Observer. If the client sends a traceparent, the
+// span of its request belongs to that trace.
 func (t *Tracer) Request(r *http.Request) (context.Context, func(restserver.Answer)) {
 	ctx := propagation.TraceContext{}.Extract(r.Context(), propagation.HeaderCarrier(r.Header))
-	// Its route is known when it has been found.
+	// The route is known only later.
 	ctx, span := t.tracer.Start(ctx, "request", trace.WithSpanKind(trace.SpanKindServer))
 	return ctx, func(a restserver.Answer) {
 		name := a.Method
@@ -133,7 +133,7 @@ func (t *Tracer) Begin(ctx context.Context, w sandbox.Work) (context.Context, fu
 }
 
 // Ended implements sandbox.Observer. Ends, refusals and the journal are counted,
-// and are nobody's span.
+// and belong to no span.
 func (*Tracer) Ended(sandbox.Key, sandbox.Reason) {}
 
 // Refused implements sandbox.Observer.

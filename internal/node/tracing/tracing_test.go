@@ -89,8 +89,8 @@ func text(s *tracepb.Span, key string) string {
 	return ""
 }
 
-// TestSpans: a request with a traceparent is a span of the client's trace, what
-// it does is below it, and a collector gets all of it.
+// TestSpans: a request with a traceparent is a span of the client's trace, its
+// work is below it, and a collector gets all of it.
 func TestSpans(t *testing.T) {
 	got := &receiver{t: t}
 	front := httptest.NewServer(got)
