@@ -45,6 +45,7 @@ $unformatted"
 	go vet ./...
 	(cd gvisor && go vet ./...)
 	for script in scripts/*.sh guest/*/*.sh testbed/*/*.sh .ci/run; do bash -n "$script"; done
+	go run ./scripts/words -max 5 >/dev/null # it says where there are more
 }
 
 host_tests() {
